@@ -1,0 +1,1 @@
+"""Parameters cross the wire: a lossless, narrower FSDP2 all-gather."""

@@ -1,0 +1,178 @@
+"""Narrows the parameter all-gathers of a model that ``fully_shard`` has sharded."""
+
+import logging
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from fnmatch import fnmatch
+from typing import Any, get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
+from narrowcast.allgather.coders import find_coder
+from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.exchange import largest_sizes
+from narrowcast.torch_internals import ParamGroup, param_groups
+from narrowcast.volume import CountedModel, all_reduce_bytes, count_volume
+
+logger = logging.getLogger(__name__)
+
+
+class NarrowedModel:
+    """What ``narrow_all_gather`` returns.
+
+    Attributes:
+        ledger: what each step sent, ``ledger.last`` being the last whole one; ``None`` if volume is
+            not counted.
+    """
+
+    def __init__(
+        self,
+        comms: list[NarrowAllGather],
+        optimizer: Optimizer | None,
+        counted: CountedModel | None,
+    ) -> None:
+        self.ledger = counted.ledger if counted else None
+        self._counted = counted
+        self._comms = comms
+        self._replaced = [comm.group.all_gather for comm in comms]
+        for comm in comms:
+            comm.group.all_gather = comm
+        self._hook: RemovableHandle | None = None
+        if optimizer is not None:
+            self._hook = optimizer.register_step_post_hook(lambda *_: self.refresh())
+
+    def refresh(self) -> None:
+        """Encodes all shards now, and exchanges all sizes in one small collective a process group.
+
+        Runs by itself after each step of the optimizer. Call it, on every rank, after parameters
+        changed otherwise (a checkpoint was loaded), if you like: a change that nobody announced is
+        noticed when the shard is gathered, and costs a second round there.
+        """
+        by_process_group: dict[dist.ProcessGroup, list[NarrowAllGather]] = {}
+        for comm in self._comms:
+            by_process_group.setdefault(comm.group.process_group, []).append(comm)
+        for process_group, comms in by_process_group.items():
+            states = [comm.prepare() for comm in comms]
+            sizes = [state.prepared.payload.numel() for state in states]
+            with self.ledger.named() if self.ledger else nullcontext():
+                largest = largest_sizes(sizes, process_group, comms[0].group.device)
+            if self.ledger:
+                sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
+                self.ledger.add("all_gather", sent_bytes, plain_bytes=0)
+            for state, size in zip(states, largest, strict=True):
+                state.slot_size = size
+
+    def reset(self) -> None:
+        """Drops every cache, for ranks that have come out of step. Call it on every rank."""
+        for comm in self._comms:
+            comm.reset()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that the caches take on this rank, in bytes."""
+        return sum(comm.kept_bytes for comm in self._comms)
+
+    def remove(self) -> None:
+        """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
+        if self._hook is not None:
+            self._hook.remove()
+        for comm, replaced in zip(self._comms, self._replaced, strict=True):
+            comm.group.all_gather = replaced
+        self.reset()
+        if self._counted is not None:
+            self._counted.remove()
+
+
+def narrow_all_gather(
+    model: nn.Module | Iterable[nn.Module],
+    optimizer: Optimizer | None = None,
+    *,
+    treatment: Treatment = "value",
+    exponent_exchange: ExponentExchange = "difference",
+    block_size: int = 512,
+    block_check: BlockCheck = "compare",
+    coder: str = "auto",
+    verify_interval: int = 0,
+    parameters: Sequence[str] = ("*",),
+    volume: bool = True,
+) -> NarrowedModel:
+    """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
+
+    Call it on every rank, after ``fully_shard`` and before or between training steps.
+
+    Args:
+        model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
+        optimizer: shards are encoded after each of its steps, when all sizes are exchanged at once.
+            Without it, each gather of a changed shard takes a second round.
+        treatment: what every receiver keeps of a shard, hence what need not be sent: ``value`` (as
+            much memory as the gathered parameters), ``exponent`` (a byte a parameter), ``coded``
+            (nothing), or ``raw``, which sends all.
+        exponent_exchange: of ``exponent``: the coded ``difference`` of exponents, or the exponents
+            of changed ``blocks``, as in the CIERA paper.
+        block_size: values a block.
+        block_check: of ``blocks``: ``compare`` with the exponents last sent, or their 128-bit
+            ``hash``, for which the sender keeps 16 bytes a block.
+        coder: entropy coder: ``auto`` or ``zstd``.
+        verify_interval: every how many gathers of a parameter group all ranks compare checksums of
+            what was rebuilt; 0: never.
+        parameters: patterns (``fnmatch``) of the names of the parameters to treat; others go raw.
+        volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
+
+    Raises:
+        ValueError: an argument is not allowed, or the model cannot be narrowed.
+    """
+    _check_choice("treatment", treatment, Treatment)
+    _check_choice("exponent_exchange", exponent_exchange, ExponentExchange)
+    _check_choice("block_check", block_check, BlockCheck)
+    if block_size < 1:
+        raise ValueError(f"block_size = {block_size!r}; allowed: 1 and more")
+    if verify_interval < 0:
+        raise ValueError(f"verify_interval = {verify_interval!r}; allowed: 0 (never) and more")
+    if isinstance(parameters, str):
+        raise ValueError(f"parameters = {parameters!r}; allowed: a sequence of patterns")
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    groups = [group for part in models for group in param_groups(part)]
+    if not groups:
+        raise ValueError(
+            "the model has no parameters that FSDP2 shards over more than one rank: call "
+            "torch.distributed.fsdp.fully_shard on it first"
+        )
+    _check_plain(groups)
+    scheme = Scheme(treatment, exponent_exchange, block_size, block_check)
+    names = [param.name for group in groups for param in group.params]
+    for pattern in parameters:
+        if not any(fnmatch(name, pattern) for name in names):
+            logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
+    treated = {n for n in names if any(fnmatch(n, pattern) for pattern in parameters)}
+    if not treated:
+        raise ValueError(
+            f"parameters = {list(parameters)!r} matches none of the model's parameters, such as "
+            f"{names[0]!r}"
+        )
+    schemes = {name: scheme if name in treated else Scheme("raw") for name in names}
+    used_coder = find_coder(coder)
+    counted = count_volume(groups, optimizer) if volume else None
+    ledger = counted.ledger if counted else None
+    comms = [NarrowAllGather(g, schemes, used_coder, verify_interval, ledger) for g in groups]
+    return NarrowedModel(comms, optimizer, counted)
+
+
+def _check_choice(name: str, value: Any, literal: Any) -> None:
+    if value not in get_args(literal):
+        raise ValueError(f"{name} = {value!r}; allowed: {', '.join(map(repr, get_args(literal)))}")
+
+
+def _check_plain(groups: list[ParamGroup]) -> None:
+    for group in groups:
+        if isinstance(group.all_gather, NarrowAllGather):
+            raise ValueError("the model is narrowed already: call remove() of its handle first")
+        if not group.has_default_all_gather:
+            raise ValueError(
+                f"{group.name} has a {type(group.all_gather).__name__} as its all-gather, which "
+                "narrowcast would replace. Leave out set_custom_all_gather, set_symm_mem_for_comm "
+                "and set_allocate_memory_from_process_group_for_comm"
+            )

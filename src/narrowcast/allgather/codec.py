@@ -1,0 +1,306 @@
+"""Encode one shard given what its receivers keep, and decode it again, bit for bit.
+
+Pure functions on tensors. A shard is seen as ``bits_N``, the integer view of its floats. What a
+receiver keeps of a shard, ``kept_N``, is what the sender last sent: the values (same integers), the
+exponents (uint8), or nothing. The sender knows it, and sends only what it leaves open:
+
+    treatment  kept       sent
+    raw        nothing    the bits
+    coded      nothing    sign-and-mantissa plane, entropy-coded exponents
+    exponent   exponents  sign-and-mantissa plane, and of the exponents either
+                            blocks:      a bitmap and the entropy-coded exponents of changed blocks
+                                         (CIERA, section 3.1 and algorithm 1), or
+                            difference:  the entropy-coded difference to the kept exponents
+    value      values     the entropy-coded difference of the bit patterns, on integers in the order
+                          of the floats, one byte plane after the other
+
+What does not change is not sent: an ``exponent`` shard without new exponents has no exponent
+section, and an unchanged ``value`` shard has no section at all. The first time, and whenever the
+treatment would not win, a simpler form is used: nothing is ever larger than raw.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from narrowcast import floats
+from narrowcast.allgather.coders import Coder
+from narrowcast.floats import FloatLayout
+
+Treatment = Literal["value", "exponent", "coded", "raw"]
+ExponentExchange = Literal["difference", "blocks"]
+BlockCheck = Literal["compare", "hash"]
+
+
+class Form(IntEnum):
+    """What the sections of an encoded shard hold; the number travels on the wire."""
+
+    RAW = 0  # bits
+    CODED = 1  # sign-and-mantissa plane, coded exponents
+    EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
+    EXPONENT_DIFFERENCE = 3  # sign-and-mantissa plane, coded difference of exponents
+    VALUE_DIFFERENCE = 4  # coded byte planes of the difference; nothing if unchanged
+
+
+SECTIONS: dict[Form, int] = {
+    Form.RAW: 1,
+    Form.CODED: 2,
+    Form.EXPONENT_BLOCKS: 3,
+    Form.EXPONENT_DIFFERENCE: 2,
+    Form.VALUE_DIFFERENCE: 1,
+}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One encoded shard: its form and its uint8 sections, empty where there is nothing to say."""
+
+    form: Form
+    sections: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all sections."""
+        return sum(section.numel() for section in self.sections)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a shard is treated; the same on every rank of its group.
+
+    Attributes:
+        treatment: what receivers keep.
+        exponent_exchange: of ``exponent`` only: how changed exponents cross.
+        block_size: values a block, of ``exponent_exchange = "blocks"``.
+        block_check: how a sender notices a changed block: it keeps the exponents it last sent and
+            compares, which is exact and faster, or it keeps a 128-bit hash of each block.
+    """
+
+    treatment: Treatment
+    exponent_exchange: ExponentExchange = "difference"
+    block_size: int = 512
+    block_check: BlockCheck = "compare"
+
+    @property
+    def keeps_hashes(self) -> bool:
+        """Whether the sender keeps hashes where its receivers keep exponents."""
+        uses_blocks = self.treatment == "exponent" and self.exponent_exchange == "blocks"
+        return uses_blocks and self.block_check == "hash"
+
+
+def receiver_keeps(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
+    """What is kept of a shard that was just received."""
+    if scheme.treatment == "value":
+        return bits_N
+    return floats.exponents(bits_N, layout) if scheme.treatment == "exponent" else None
+
+
+def sender_keeps(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
+    """What is kept of a shard that was just sent, to encode the next one with."""
+    if scheme.keeps_hashes:
+        return block_hashes(floats.exponents(bits_N, layout), scheme.block_size)
+    return receiver_keeps(bits_N, scheme, layout)
+
+
+def encode(
+    bits_N: Tensor, kept: Tensor | None, scheme: Scheme, layout: FloatLayout, coder: Coder
+) -> Encoded:
+    """Encodes one shard.
+
+    Args:
+        bits_N: the shard as integers of ``layout.bits``.
+        kept: what ``sender_keeps`` of the shard that was sent before; ``None`` if none was.
+    """
+    if scheme.treatment == "raw" or bits_N.numel() == 0:
+        return encode_raw(bits_N)
+    if scheme.treatment == "coded" or kept is None:
+        return encode_coded(bits_N, layout, coder)
+    if scheme.treatment == "value":
+        return encode_value(bits_N, kept, layout, coder)
+    if scheme.exponent_exchange == "difference":
+        return encode_exponent_difference(bits_N, kept, layout, coder)
+    exponents_N = floats.exponents(bits_N, layout)
+    if scheme.keeps_hashes:
+        changed_B = (block_hashes(exponents_N, scheme.block_size) != kept).any(dim=1)
+    else:
+        changed_B = changed_blocks(exponents_N, kept, scheme.block_size)
+    return encode_exponent_blocks(bits_N, changed_B, scheme.block_size, layout, coder)
+
+
+def decode(
+    encoded: Encoded,
+    kept_N: Tensor | None,
+    num_values: int,
+    scheme: Scheme,
+    layout: FloatLayout,
+    coder: Coder,
+) -> Tensor:
+    """The bits of shape (N,) that ``encode`` was given.
+
+    Args:
+        kept_N: what ``receiver_keeps`` of the shard that was received before.
+
+    Raises:
+        ValueError: the sections do not fit the form (``CoderError`` where the coder says so).
+    """
+    match encoded.form:
+        case Form.RAW:
+            (section,) = encoded.sections
+            _expect_size(section, num_values * layout.itemsize, "raw")
+            return section.clone().view(layout.bits)
+        case Form.CODED:
+            plane, section = encoded.sections
+            exponents_N = _decode_exponents(section, num_values, coder)
+        case _ if kept_N is None:
+            raise ValueError(f"{encoded.form.name} arrived where nothing is kept")
+        case Form.VALUE_DIFFERENCE:
+            (section,) = encoded.sections
+            if section.numel() == 0:
+                return kept_N
+            planes = coder.decode(section, num_values * layout.itemsize)
+            code_N = floats.from_byte_planes(planes, layout.bits)
+            return floats.apply_zigzag_difference(code_N, kept_N, layout)
+        case Form.EXPONENT_DIFFERENCE:
+            plane, section = encoded.sections
+            exponents_N = kept_N
+            if section.numel():
+                exponents_N = _decode_exponents(section, num_values, coder).add_(kept_N)
+        case Form.EXPONENT_BLOCKS:
+            plane, bitmap, section = encoded.sections
+            exponents_N = _replace_blocks(kept_N, bitmap, section, scheme.block_size, coder)
+    _expect_size(plane, floats.sign_mantissa_bytes(num_values, layout), "sign and mantissa")
+    return floats.merge(exponents_N, plane, layout)
+
+
+def encode_raw(bits_N: Tensor) -> Encoded:
+    return Encoded(Form.RAW, (bits_N.contiguous().view(torch.uint8),))
+
+
+def encode_coded(bits_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
+    plane = floats.sign_mantissa(bits_N, layout)
+    return _no_larger_than_raw(
+        Encoded(Form.CODED, (plane, _code(floats.exponents(bits_N, layout), coder))), bits_N
+    )
+
+
+def encode_value(bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
+    if torch.equal(bits_N, kept_N):
+        return Encoded(Form.VALUE_DIFFERENCE, (bits_N.new_empty(0, dtype=torch.uint8),))
+    planes = floats.byte_planes(floats.zigzag_difference(bits_N, kept_N, layout))
+    return _no_larger_than_raw(Encoded(Form.VALUE_DIFFERENCE, (_code(planes, coder),)), bits_N)
+
+
+def encode_exponent_difference(
+    bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, coder: Coder
+) -> Encoded:
+    plane = floats.sign_mantissa(bits_N, layout)
+    difference = floats.exponents(bits_N, layout).sub_(kept_N)
+    section = _code(difference, coder) if difference.any() else difference[:0]
+    return _no_larger_than_raw(Encoded(Form.EXPONENT_DIFFERENCE, (plane, section)), bits_N)
+
+
+def encode_exponent_blocks(
+    bits_N: Tensor, changed_B: Tensor, block_size: int, layout: FloatLayout, coder: Coder
+) -> Encoded:
+    """``changed_B``: one bool a block of ``block_size`` values, from ``changed_blocks`` or from
+    comparing ``block_hashes``."""
+    plane = floats.sign_mantissa(bits_N, layout)
+    exponents_BS = _to_blocks(floats.exponents(bits_N, layout), block_size)
+    changed = exponents_BS[changed_B].view(-1)
+    sections = (plane, _pack_bits(changed_B), _code(changed, coder))
+    return _no_larger_than_raw(Encoded(Form.EXPONENT_BLOCKS, sections), bits_N)
+
+
+def changed_blocks(exponents_N: Tensor, kept_N: Tensor, block_size: int) -> Tensor:
+    """Which blocks hold a changed exponent, by direct comparison: bool of shape (B,).
+
+    Exact, and faster than hashing; for a sender that keeps the exponents it last sent.
+    """
+    return (_to_blocks(exponents_N, block_size) != _to_blocks(kept_N, block_size)).any(dim=1)
+
+
+def block_hashes(exponents_N: Tensor, block_size: int) -> Tensor:
+    """A 128-bit hash of each block of exponents: int64 of shape (B, 2).
+
+    Two independent SplitMix64 hashes (CIERA, section 3.1), for a sender that keeps no exponents:
+    16 bytes a block in place of one a value. A block counts as unchanged when its hash is; a
+    collision has probability 2**-128.
+    """
+    blocks = _to_blocks(exponents_N, block_size)
+    words_BW = pad(blocks, (0, -block_size % 8)).contiguous().view(torch.int64)
+    return torch.stack([_splitmix64(words_BW, seed) for seed in _SEEDS], dim=1)
+
+
+_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # the first digits of pi
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def _splitmix64(words_BW: Tensor, seed: int) -> Tensor:
+    """Chains SplitMix64's mixer (Steele, Lea and Flood, 2014) over the words of every block."""
+    state_B = words_BW.new_full((words_BW.shape[0],), seed)
+    for word_B in words_BW.t().contiguous():
+        state_B = (state_B ^ word_B).add_(_GAMMA)
+        state_B = (state_B ^ _shift_right(state_B, 30)).mul_(0xBF58476D1CE4E5B9 - (1 << 64))
+        state_B = (state_B ^ _shift_right(state_B, 27)).mul_(0x94D049BB133111EB - (1 << 64))
+        state_B = state_B ^ _shift_right(state_B, 31)
+    return state_B
+
+
+def _shift_right(word: Tensor, shift: int) -> Tensor:
+    """Logical shift; torch's own is arithmetic on int64."""
+    return (word >> shift) & ((1 << (64 - shift)) - 1)
+
+
+def _decode_exponents(section: Tensor, num_values: int, coder: Coder) -> Tensor:
+    return coder.decode(section, num_values) if num_values else section
+
+
+def _replace_blocks(
+    kept_N: Tensor, bitmap: Tensor, section: Tensor, block_size: int, coder: Coder
+) -> Tensor:
+    """Algorithm 1, receiver: the kept exponents with the blocks of ``bitmap`` replaced."""
+    num_blocks = -(-kept_N.numel() // block_size)
+    _expect_size(bitmap, (num_blocks + 7) // 8, "bitmap")
+    changed_B = _unpack_bits(bitmap, num_blocks)
+    num_changed = int(changed_B.sum())
+    if num_changed == 0:
+        _expect_size(section, 0, "changed exponents")
+        return kept_N
+    exponents_BS = _to_blocks(kept_N, block_size).clone()
+    exponents_BS[changed_B] = coder.decode(section, num_changed * block_size).view(-1, block_size)
+    return exponents_BS.view(-1)[: kept_N.numel()]
+
+
+def _code(data: Tensor, coder: Coder) -> Tensor:
+    return coder.encode(data) if data.numel() else data
+
+
+def _no_larger_than_raw(encoded: Encoded, bits_N: Tensor) -> Encoded:
+    raw_size = bits_N.numel() * bits_N.element_size()
+    return encoded if encoded.size < raw_size else encode_raw(bits_N)
+
+
+def _expect_size(section: Tensor, size: int, name: str) -> None:
+    if section.numel() != size:
+        raise ValueError(f"{name} section of {section.numel()} bytes where {size} were due")
+
+
+def _to_blocks(values_N: Tensor, block_size: int) -> Tensor:
+    """(N,) as (B, block_size), the last block padded with zeros."""
+    padding = -values_N.numel() % block_size
+    return (pad(values_N, (0, padding)) if padding else values_N).view(-1, block_size)
+
+
+def _pack_bits(mask_B: Tensor) -> Tensor:
+    weights = 2 ** torch.arange(8, dtype=torch.uint8, device=mask_B.device)
+    bits = pad(mask_B.to(torch.uint8), (0, -mask_B.numel() % 8)).view(-1, 8)
+    return (bits * weights).sum(dim=1, dtype=torch.uint8)
+
+
+def _unpack_bits(packed: Tensor, num_bits: int) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.view(-1, 1) >> shifts) & 1).view(-1)[:num_bits].bool()

@@ -1,0 +1,73 @@
+"""Entropy coders behind one interface: bytes in, fewer bytes out, and exactly the same bytes back.
+
+A coder is named on the wire by ``wire_id`` and ``wire_version``, so that a stream of another coder
+or of an incompatible release is an error and never garbage. zstandard runs on the CPU; a CUDA
+tensor makes a round trip through host memory.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import zstandard
+from torch import Tensor
+
+
+class CoderError(ValueError):
+    """A stream that does not decode to what its payload promises."""
+
+
+class Coder(Protocol):
+    """What the codec asks of an entropy coder. Tensors are uint8, 1-D, and stay on their device."""
+
+    wire_id: int
+    wire_version: int
+
+    def encode(self, data: Tensor) -> Tensor: ...
+
+    def decode(self, stream: Tensor, size: int) -> Tensor:
+        """The ``size`` bytes that were encoded; raises ``CoderError`` if there are not as many."""
+        ...
+
+
+@dataclass(frozen=True)
+class Zstd:
+    """zstandard at level 1: of the levels, the one whose throughput suits a step (RFC 8878)."""
+
+    level: int = 1
+    wire_id: int = 1
+    wire_version: int = 1
+
+    def encode(self, data: Tensor) -> Tensor:
+        compressor = zstandard.ZstdCompressor(level=self.level)
+        stream = compressor.compress(data.contiguous().cpu().numpy())
+        return torch.frombuffer(bytearray(stream), dtype=torch.uint8).to(data.device)
+
+    def decode(self, stream: Tensor, size: int) -> Tensor:
+        host_stream = stream.contiguous().cpu().numpy()
+        try:
+            promised = zstandard.frame_content_size(host_stream)
+            if promised != size:
+                raise CoderError(f"a zstd frame of {promised} bytes where {size} were due")
+            data = zstandard.ZstdDecompressor().decompress(host_stream, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise CoderError(f"not a zstd frame of {size} bytes: {error}") from error
+        if len(data) != size:
+            raise CoderError(f"a zstd frame held {len(data)} bytes where {size} were due")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stream.device)
+
+
+CODERS: dict[str, Coder] = {"zstd": Zstd()}
+
+
+def find_coder(name: str) -> Coder:
+    """The coder of that name; ``auto`` is the best one this machine has.
+
+    Raises:
+        ValueError: no coder has this name.
+    """
+    if name == "auto":
+        return CODERS["zstd"]
+    if name not in CODERS:
+        raise ValueError(f"coder = {name!r} is not known; allowed: 'auto', {list(CODERS)}")
+    return CODERS[name]

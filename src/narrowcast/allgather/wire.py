@@ -1,0 +1,231 @@
+"""The layout of a payload, and every check made on one that arrives.
+
+A payload is what one rank sends of one parameter group. It starts with a head of fixed size, which
+says what follows, and ends with a body of as many bytes as this shard took:
+
+    head  +--------------------------------------------------------------------------------+
+          | magic, version | status | coder | settings | sequence | body size, checksum    |
+          | checksum of the shard itself (0: not asked for)                                |
+          | for each run: form, sizes of its three sections                                |
+          | checksum of the head                                                           |
+    body  | the sections, run after run (of a failed rank: what went wrong, as text)       |
+          +--------------------------------------------------------------------------------+
+
+A run is a stretch of neighbouring parameters that share a scheme and a dtype. ``sequence`` counts
+the gathers that built what the sender keeps; a receiver with another count has other caches. Every
+check uses only bytes that every rank of the group received, so all ranks raise the same error.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from narrowcast.allgather.codec import SECTIONS, Encoded, Form
+from narrowcast.allgather.coders import Coder
+
+MAGIC = b"NCAG"
+VERSION = 1
+_FIXED = struct.Struct("<4sBBBBQQQQQ")
+_RUN = struct.Struct("<BQQQ")
+_CHECKSUM = struct.Struct("<I")
+
+
+class NarrowcastError(RuntimeError):
+    """Something that no rank can go on from; raised on every rank of the group alike."""
+
+
+class PayloadError(NarrowcastError):
+    """A payload that cannot be what its sender encoded."""
+
+
+class OutOfStepError(NarrowcastError):
+    """The ranks do not keep the same: a cache was dropped, or a rank missed a gather."""
+
+
+class SettingsError(NarrowcastError):
+    """The ranks were given different settings, models or versions."""
+
+
+class SenderError(NarrowcastError):
+    """A rank could not encode its shard; the message says which and why."""
+
+
+class VerificationError(NarrowcastError):
+    """A shard that was rebuilt is not the shard that was sent, though every payload was sound."""
+
+
+class Status(IntEnum):
+    OK = 0
+    FAILED = 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a payload.
+
+    Attributes:
+        settings: a digest of all that the ranks of a group must agree on.
+        sequence: gathers that built the sender's caches.
+        body_size: in bytes.
+        body_checksum, shard_checksum: from ``checksum``; of the body, and of the shard before it
+            was encoded (0 where it is not to be verified).
+        runs: form and section sizes in bytes of each run.
+    """
+
+    status: Status
+    coder: tuple[int, int]
+    settings: int
+    sequence: int
+    body_size: int
+    body_checksum: int
+    shard_checksum: int
+    runs: tuple[tuple[Form, tuple[int, ...]], ...]
+
+
+def head_size(num_runs: int) -> int:
+    """Bytes of the head of a payload with this many runs."""
+    return _FIXED.size + num_runs * _RUN.size + _CHECKSUM.size
+
+
+def checksum(data: Tensor) -> int:
+    """A 64-bit checksum of the memory of a contiguous tensor, computed on its device.
+
+    Sum of the 32-bit words, each with its position mixed in: any single changed byte and any
+    swapped words change it. 0 is reserved for "none".
+    """
+    data = data.view(torch.uint8)
+    words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
+    positions = torch.arange(1, words.numel() + 1, device=data.device).mul_(2).sub_(1)
+    return (int(positions.mul_(words).sum()) & 0xFFFFFFFFFFFFFFFF) or 1
+
+
+def pack(
+    encoded_runs: list[Encoded],
+    *,
+    coder: Coder,
+    settings: int,
+    sequence: int,
+    shard_checksum: int,
+    device: torch.device,
+) -> Tensor:
+    """The payload of one shard: head and body, uint8."""
+    body = [section for encoded in encoded_runs for section in encoded.sections]
+    size_of_head = head_size(len(encoded_runs))
+    payload = torch.cat([torch.empty(size_of_head, dtype=torch.uint8, device=device), *body])
+    body_bytes = payload[size_of_head:]
+    head = Head(
+        Status.OK,
+        (coder.wire_id, coder.wire_version),
+        settings,
+        sequence,
+        body_bytes.numel(),
+        checksum(body_bytes),
+        shard_checksum,
+        tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encoded_runs),
+    )
+    payload[:size_of_head] = _pack_head(head).to(device)
+    return payload
+
+
+def pack_failure(
+    message: str, *, num_runs: int, settings: int, sequence: int, device: torch.device
+) -> Tensor:
+    """The payload of a rank that could not encode: every rank raises ``message``, itself too."""
+    body = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8).to(device)
+    runs = ((Form.RAW, ()),) * num_runs
+    head = Head(Status.FAILED, (0, 0), settings, sequence, body.numel(), checksum(body), 0, runs)
+    return torch.cat([_pack_head(head).to(device), body])
+
+
+def _pack_head(head: Head) -> Tensor:
+    fields = (head.status, *head.coder, head.settings, head.sequence)
+    sizes = (head.body_size, head.body_checksum, head.shard_checksum)
+    packed = bytearray(_FIXED.pack(MAGIC, VERSION, *fields, *sizes))
+    for form, sections in head.runs:
+        packed += _RUN.pack(form, *(*sections, 0, 0, 0)[:3])
+    packed += _CHECKSUM.pack(zlib.crc32(packed))
+    return torch.frombuffer(packed, dtype=torch.uint8)
+
+
+def unpack_head(data: bytes, num_runs: int) -> Head:
+    """Reads a head.
+
+    Raises:
+        PayloadError: it is damaged, or of another format.
+    """
+    content, stored = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+    if content[:4] != MAGIC:
+        raise PayloadError(f"starts with {content[:4]!r}, not with {MAGIC!r}")
+    if content[4] != VERSION:
+        raise PayloadError(f"has format version {content[4]}, this narrowcast reads {VERSION}")
+    if _CHECKSUM.pack(zlib.crc32(content)) != stored:
+        raise PayloadError("has a head that fails its checksum")
+    _, _, status, *coder, settings, sequence, size, body_checksum, shard_checksum = (
+        _FIXED.unpack_from(content)
+    )
+    runs = []
+    for run in range(num_runs):
+        number, *sections = _RUN.unpack_from(content, _FIXED.size + run * _RUN.size)
+        form = Form(number)
+        runs.append((form, tuple(sections[: SECTIONS[form]])))
+    return Head(
+        Status(status),
+        tuple(coder),
+        settings,
+        sequence,
+        size,
+        body_checksum,
+        shard_checksum,
+        tuple(runs),
+    )
+
+
+def check_agreement(heads: dict[int, Head]) -> None:
+    """Whether the shards of a gather can be decoded with each other's caches.
+
+    Args:
+        heads: by global rank. Each rank's own is among them, so that all come to the same verdict.
+
+    Raises:
+        SettingsError, OutOfStepError: they cannot.
+    """
+    if len({head.settings for head in heads.values()}) > 1:
+        raise SettingsError(
+            f"ranks {list(heads)} were given different settings. Give every rank the same model, "
+            "mesh, treatment, exponent_exchange, block_size, block_check, coder, verify_interval "
+            "and parameters"
+        )
+    sound = {rank: head for rank, head in heads.items() if head.status == Status.OK}
+    if len({head.coder for head in sound.values()}) > 1:
+        coders = {rank: head.coder for rank, head in sound.items()}
+        raise SettingsError(
+            f"ranks use different coders (rank: (id, version)): {coders}. Install the same "
+            "releases on every rank"
+        )
+    if len({head.sequence for head in heads.values()}) > 1:
+        sequences = {rank: head.sequence for rank, head in heads.items()}
+        raise OutOfStepError(
+            f"ranks keep the values of different gathers (rank: count): {sequences}. A cache was "
+            "dropped or a gather missed: call reset() of the handle on every rank, or restart"
+        )
+
+
+def unpack_body(head: Head, body: Tensor) -> list[Encoded]:
+    """Cuts a body into its runs, after checking it.
+
+    Raises:
+        PayloadError: the body is damaged.
+        SenderError: it is the message of a rank that could not encode.
+    """
+    if checksum(body) != head.body_checksum:
+        raise PayloadError("has a body that fails its checksum: it was damaged on its way")
+    if head.status == Status.FAILED:
+        raise SenderError(bytes(body.cpu().numpy()).decode(errors="replace"))
+    if sum(size for _, sizes in head.runs for size in sizes) != body.numel():
+        raise PayloadError("has sections that do not add up to its body")
+    sections = iter(body.split([size for _, sizes in head.runs for size in sizes]))
+    return [Encoded(form, tuple(next(sections) for _ in sizes)) for form, sizes in head.runs]

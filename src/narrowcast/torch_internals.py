@@ -1,0 +1,265 @@
+"""All that narrowcast touches of torch beyond its public API, in one place (seen in torch 2.13.0).
+
+FSDP2 has a public setter for a custom all-gather, ``FSDPModule.set_custom_all_gather``, but it
+refuses modules of several parameter groups (as torchtitan makes them with expert parallelism), does
+not recurse, and offers no way back or to know which parameter lies where in the gathered buffer.
+Hence ``_get_fsdp_state()``, ``FSDPParamGroup`` and ``FSDPParam``.
+
+Collectives that nobody else counts are counted by replacing functions of ``torch.distributed`` for
+as long as a ledger runs: there is no public hook that sees them.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["AllGather", "ParamGroup", "ReduceScatter", "count_collectives", "param_groups"]
+
+_WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class ShardedParam:
+    """One parameter of a group: its name in the model, and the dtype in which it is gathered."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class ParamGroup:
+    """One FSDP2 parameter group: the parameters that are gathered by one all-gather.
+
+    Attributes:
+        name: of the module it belongs to.
+        params: in the order in which they lie in the gathered buffer.
+    """
+
+    name: str
+    params: tuple[ShardedParam, ...]
+    _group: FSDPParamGroup
+
+    @property
+    def key(self) -> str:
+        """Tells this group from all others of the model, two of the same module too."""
+        return self.params[0].name
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks over which the parameters are sharded."""
+        return self._group.mesh_info.shard_process_group
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.device
+
+    @property
+    def all_gather(self) -> AllGather:
+        return self._group._all_gather_comm
+
+    @all_gather.setter
+    def all_gather(self, comm: AllGather) -> None:
+        self._group._all_gather_comm = comm
+
+    @property
+    def has_default_all_gather(self) -> bool:
+        return type(self._group._all_gather_comm) is DefaultAllGather
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter:
+        return self._group._reduce_scatter_comm
+
+    @reduce_scatter.setter
+    def reduce_scatter(self, comm: ReduceScatter) -> None:
+        self._group._reduce_scatter_comm = comm
+
+    @property
+    def numels(self) -> list[int]:
+        """Elements of each parameter's padded shard, in the order of ``params``."""
+        return [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
+
+    @torch.no_grad()
+    def shard(self) -> Tensor:
+        """This rank's padded shards as they will be gathered: cast, flat, uint8, a fresh copy."""
+        pieces = [
+            param._sharded_param_data.to(self.device).to(info.dtype).view(torch.uint8)
+            for param, info in zip(self._group.fsdp_params, self.params, strict=True)
+        ]
+        return torch.cat(pieces)
+
+
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    """Every FSDP2 parameter group of a model that is sharded over more than one rank.
+
+    Raises:
+        ValueError: a parameter brings an all-gather extension of its own.
+    """
+    names = {id(module): _plain_name(name) for name, module in model.named_modules()}
+    groups: dict[int, ParamGroup] = {}
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            sharded = isinstance(group.mesh_info, FSDPMeshInfo)
+            if id(group) in groups or not sharded or group.mesh_info.shard_mesh_size == 1:
+                continue
+            params = tuple(_describe(param, group, names) for param in group.fsdp_params)
+            groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
+    return list(groups.values())
+
+
+def _describe(param: FSDPParam, group: FSDPParamGroup, names: dict[int, str]) -> ShardedParam:
+    module = names[id(param._module_info.module)]
+    name = f"{module}.{param._module_info.param_name}" if module else param._module_info.param_name
+    if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
+        raise ValueError(
+            f"parameter {name} is a {type(param._sharded_local_tensor).__name__}, which brings an "
+            "all-gather extension (fsdp_pre_all_gather) of its own. Turn off that extension, for "
+            "instance the float8 all-gather, or do not narrow this model"
+        )
+    dtype = param.sharded_param.dtype
+    if dtype.is_floating_point and group.mp_policy.param_dtype is not None:
+        dtype = group.mp_policy.param_dtype
+    return ShardedParam(name, dtype)
+
+
+def _plain_name(name: str) -> str:
+    for wrapper in _WRAPPER_NAMES:
+        name = name.replace(wrapper, "")
+    return name
+
+
+class WorkThatFinishes(dist._Work):
+    """A pending collective whose ``wait`` also runs ``finish``, once. FSDP2 waits in copy-out."""
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return True
+
+
+def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None]:
+    """Calls ``on_collective(sent_bytes)`` whenever Python code of this process starts a collective.
+
+    It replaces the functions of ``torch.distributed`` and of its functional collectives, which
+    DTensor uses, by ones that count and then call them. (The dispatcher would see more, but a
+    kernel in Python holds the GIL while gloo takes its queue's lock, and gloo's workers take the
+    two in the other order: it deadlocks.) Not seen: collectives within compiled graphs, in the
+    backward of functional ones, and point-to-point sends of pipeline stages.
+
+    ``sent_bytes`` is what this rank hands to the wire in a ring (all-gather, reduce-scatter,
+    all-reduce) or pairwise (all-to-all) algorithm, which is the least that any algorithm sends.
+
+    Returns:
+        A function that ends the counting.
+    """
+    replaced: list[tuple[Any, str, Callable]] = []
+    depth = threading.local()
+    for module, name, sent_share in _COUNTED:
+        original = getattr(module, name)
+        counted = _counted(original, sent_share, on_collective, depth)
+        owners = (dist, dist.distributed_c10d) if module is dist else (module,)
+        for owner in owners:
+            replaced.append((owner, name, original))
+            setattr(owner, name, counted)
+
+    def stop() -> None:
+        for owner, name, original in replaced:
+            setattr(owner, name, original)
+
+    return stop
+
+
+def _counted(
+    original: Callable,
+    sent_share: tuple[str, Callable[[int], float]],
+    on_collective: Callable[[int], None],
+    depth: threading.local,
+) -> Callable:
+    signature = inspect.signature(original)
+    tensors, share = sent_share
+
+    @functools.wraps(original)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(depth, "inside", False):
+            return original(*args, **kwargs)
+        depth.inside = True
+        try:
+            arguments = signature.bind(*args, **kwargs).arguments
+            world_size = _world_size(arguments.get("group"))
+            sent = sum(t.numel() * t.element_size() for t in _flat(arguments.get(tensors)))
+            on_collective(int(sent * share(world_size)))
+            return original(*args, **kwargs)
+        finally:
+            depth.inside = False
+
+    return counted
+
+
+def _world_size(group: Any) -> int:
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return dist.get_world_size(group)
+    return _resolve_process_group(funcol._resolve_group_name(group)).size()
+
+
+def _flat(nested: Any) -> Iterator[Tensor]:
+    if isinstance(nested, Tensor):
+        yield nested
+    elif nested is not None:
+        for item in nested:
+            yield from _flat(item)
+
+
+def _to_all_others(world_size: int) -> float:
+    return world_size - 1
+
+
+def _all_but_own_share(world_size: int) -> float:
+    return (world_size - 1) / world_size
+
+
+def _twice_all_but_own_share(world_size: int) -> float:
+    return 2 * (world_size - 1) / world_size
+
+
+_COUNTED: list[tuple[Any, str, tuple[str, Callable[[int], float]]]] = [
+    (dist, "all_reduce", ("tensor", _twice_all_but_own_share)),
+    (dist, "all_reduce_coalesced", ("tensors", _twice_all_but_own_share)),
+    (dist, "all_gather", ("tensor", _to_all_others)),
+    (dist, "all_gather_single", ("input_tensor", _to_all_others)),
+    (dist, "all_gather_into_tensor", ("input_tensor", _to_all_others)),
+    (dist, "reduce_scatter", ("input_list", _all_but_own_share)),
+    (dist, "reduce_scatter_single", ("input", _all_but_own_share)),
+    (dist, "reduce_scatter_tensor", ("input", _all_but_own_share)),
+    (dist, "all_to_all", ("input_tensor_list", _all_but_own_share)),
+    (dist, "all_to_all_single", ("input", _all_but_own_share)),
+    (dist, "broadcast", ("tensor", _all_but_own_share)),
+    (dist, "reduce", ("tensor", _all_but_own_share)),
+    (funcol, "all_reduce", ("self", _twice_all_but_own_share)),
+    (funcol, "all_gather_tensor", ("self", _to_all_others)),
+    (funcol, "all_gather_single", ("self", _to_all_others)),
+    (funcol, "reduce_scatter_tensor", ("self", _all_but_own_share)),
+    (funcol, "reduce_scatter_single", ("self", _all_but_own_share)),
+    (funcol, "all_to_all_single", ("self", _all_but_own_share)),
+    (funcol, "broadcast", ("self", _all_but_own_share)),
+]

@@ -1,0 +1,300 @@
+"""The ledger: every byte sent, counted where it is sent, beside what plain torch would have sent.
+
+A byte is counted when this rank hands it to the wire: all-gather, reduce-scatter and all-reduce as
+in a ring, all-to-all pairwise, a rank's own share not at all. That is the least that an algorithm
+can send; some backends send more. Padding and headers are counted.
+
+Collectives fall under one of ``COLLECTIVES``. Those of FSDP2 and of the token dispatch are counted
+by whoever starts them; all else that can be seen is "other". The same ledger knows what share of
+the parameters, their exponents and their blocks changed, by kind of shard.
+"""
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from narrowcast import floats
+from narrowcast.floats import FloatLayout
+from narrowcast.torch_internals import AllGather, ParamGroup, ReduceScatter, count_collectives
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "dispatch", "combine", "other")
+
+SHARD_TYPES = ("expert_ffn", "router", "attention", "norm", "embedding", "other")
+_SHARD_TYPE_PATTERNS = (
+    ("norm", r"norm"),
+    ("router", r"router|\bgate\b"),
+    ("expert_ffn", r"expert"),
+    ("attention", r"attn|attention|\bw[qkvo]\b|\b[qkvo]_proj\b"),
+    ("embedding", r"embed|lm_head|\boutput\b|\bwte\b"),
+)
+
+
+def shard_type(parameter_name: str) -> str:
+    """The kind of shard (one of ``SHARD_TYPES``) that a parameter's name speaks of."""
+    for kind, pattern in _SHARD_TYPE_PATTERNS:
+        if re.search(pattern, parameter_name):
+            return kind
+    return "other"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How much of a shard changed since it was last sent, in values and in blocks.
+
+    ``compared_values`` is 0 where only exponents are kept, so that values cannot be compared.
+    """
+
+    values: int = 0
+    compared_values: int = 0
+    changed_values: int = 0
+    changed_exponents: int = 0
+    blocks: int = 0
+    changed_blocks: int = 0
+
+    def __add__(self, other: "Changes") -> "Changes":
+        return Changes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def count_changes(bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, block_size: int) -> Changes:
+    """Compares a shard with what was kept of the one before: its bits, or its exponents (uint8)."""
+    keeps_values = kept_N.dtype == layout.bits
+    kept_exponents_N = floats.exponents(kept_N, layout) if keeps_values else kept_N
+    changed_N = floats.exponents(bits_N, layout) != kept_exponents_N
+    changed_BS = pad(changed_N, (0, -changed_N.numel() % block_size)).view(-1, block_size)
+    return Changes(
+        values=bits_N.numel(),
+        compared_values=bits_N.numel() if keeps_values else 0,
+        changed_values=int((bits_N != kept_N).sum()) if keeps_values else 0,
+        changed_exponents=int(changed_N.sum()),
+        blocks=len(changed_BS),
+        changed_blocks=int(changed_BS.any(dim=1).sum()),
+    )
+
+
+@dataclass
+class GatherVolume:
+    """Parameters gathered, and the bits sent for them; summed over groups, headers included."""
+
+    parameters: int = 0
+    bits: int = 0
+
+    @property
+    def bits_per_parameter(self) -> float:
+        return self.bits / self.parameters if self.parameters else 0.0
+
+
+@dataclass
+class StepVolume:
+    """What one step sent.
+
+    Attributes:
+        sent, plain: bytes of each collective that this rank sent, and that plain torch would have.
+        first, later: parameter gathers after the optimizer's step, and all further ones (backward,
+            or more microbatches). Sizes are those of the largest rank, since all are padded to it.
+        changes: by kind of shard; empty where nothing is kept to compare with.
+    """
+
+    sent: Counter[str] = field(default_factory=Counter)
+    plain: Counter[str] = field(default_factory=Counter)
+    first: GatherVolume = field(default_factory=GatherVolume)
+    later: GatherVolume = field(default_factory=GatherVolume)
+    changes: dict[str, Changes] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Bytes sent over bytes that plain torch would have sent."""
+        plain = sum(self.plain.values())
+        return sum(self.sent.values()) / plain if plain else 1.0
+
+    def scalars(self) -> dict[str, float]:
+        """The step as flat TensorBoard scalars, under ``narrowcast/``."""
+        scalars: dict[str, float] = {"narrowcast/ratio/all": self.ratio}
+        for name in COLLECTIVES:
+            scalars[f"narrowcast/bytes/{name}"] = self.sent[name]
+            scalars[f"narrowcast/plain_bytes/{name}"] = self.plain[name]
+        if self.plain["all_gather"]:
+            scalars["narrowcast/ratio/all_gather"] = (
+                self.sent["all_gather"] / self.plain["all_gather"]
+            )
+        for name, volume in (("first_gather", self.first), ("later_gathers", self.later)):
+            if volume.parameters:
+                scalars[f"narrowcast/bits_per_parameter/{name}"] = volume.bits_per_parameter
+        for kind, changes in self.changes.items():
+            exponents, blocks = changes.changed_exponents, changes.changed_blocks
+            scalars[f"narrowcast/changed_exponents/{kind}"] = exponents / changes.values
+            scalars[f"narrowcast/changed_blocks/{kind}"] = blocks / changes.blocks
+            if changes.compared_values:
+                values = changes.changed_values / changes.compared_values
+                scalars[f"narrowcast/changed_values/{kind}"] = values
+        return scalars
+
+
+def all_reduce_bytes(nbytes: int, world_size: int) -> int:
+    """What a rank sends in a ring all-reduce of ``nbytes`` bytes."""
+    return 2 * nbytes * (world_size - 1) // world_size
+
+
+class Ledger:
+    """Counts the collectives of this process between ``start`` and ``stop``, step by step.
+
+    Attributes:
+        current, last: the step that is being counted, and the last whole one.
+        steps: whole steps counted.
+    """
+
+    def __init__(self) -> None:
+        self.current = StepVolume()
+        self.last: StepVolume | None = None
+        self.steps = 0
+        self._gathered: set[str] = set()
+        self._caller_counts = threading.local()
+        self._stop_counting: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        if self._stop_counting is None:
+            self._stop_counting = count_collectives(self._on_collective)
+
+    def stop(self) -> None:
+        if self._stop_counting is not None:
+            self._stop_counting()
+            self._stop_counting = None
+
+    def end_step(self) -> None:
+        """Closes the step: ``last`` is what it sent, and counting goes on from zero."""
+        self.last, self.current = self.current, StepVolume()
+        self._gathered.clear()
+        self.steps += 1
+
+    def add(self, collective: str, sent_bytes: int, plain_bytes: int | None = None) -> None:
+        """Counts what this rank sent under one of ``COLLECTIVES``, and what plain torch would have
+        sent in its place (by default as much)."""
+        self.current.sent[collective] += sent_bytes
+        self.current.plain[collective] += sent_bytes if plain_bytes is None else plain_bytes
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Collectives started within are counted by the caller, with ``add``."""
+        outer, self._caller_counts.value = self._inside_named(), True
+        try:
+            yield
+        finally:
+            self._caller_counts.value = outer
+
+    def is_first_gather(self, group: ParamGroup) -> bool:
+        """Whether a parameter group was not gathered yet in this step."""
+        return group.key not in self._gathered
+
+    def record_gather(
+        self, group: ParamGroup, parameters: int, sent_bytes: int, changes: dict[str, Changes]
+    ) -> None:
+        """Notes what each rank of a group sent of its ``parameters`` (its shard) in one gather."""
+        step = self.current
+        volume = step.first if self.is_first_gather(group) else step.later
+        volume.parameters += parameters
+        volume.bits += 8 * sent_bytes
+        for kind, counted in changes.items():
+            step.changes[kind] = step.changes.get(kind, Changes()) + counted
+        self._gathered.add(group.key)
+
+    def _inside_named(self) -> bool:
+        return getattr(self._caller_counts, "value", False)
+
+    def _on_collective(self, sent_bytes: int) -> None:
+        if not self._inside_named():
+            self.add("other", sent_bytes)
+
+
+@dataclass
+class CountedAllGather(AllGather):
+    """A parameter group's own all-gather, counted."""
+
+    group: ParamGroup
+    inner: AllGather
+    ledger: Ledger
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        shard_bytes = input_tensor.numel() * input_tensor.element_size()
+        self.ledger.add("all_gather", (group.size() - 1) * shard_bytes)
+        self.ledger.record_gather(self.group, input_tensor.numel(), shard_bytes, {})
+        with self.ledger.named():
+            return self.inner(output_tensor, input_tensor, group, async_op)
+
+
+@dataclass
+class CountedReduceScatter(ReduceScatter):
+    """A parameter group's own reduce-scatter, counted."""
+
+    inner: ReduceScatter
+    ledger: Ledger
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        shard_bytes = output_tensor.numel() * output_tensor.element_size()
+        self.ledger.add("reduce_scatter", (group.size() - 1) * shard_bytes)
+        with self.ledger.named():
+            return self.inner(output_tensor, input_tensor, group, op, async_op)
+
+
+@dataclass
+class CountedModel:
+    """What ``count_volume`` returns."""
+
+    ledger: Ledger
+    _plain: list[tuple[ParamGroup, AllGather, ReduceScatter]]
+    _hook: RemovableHandle | None
+
+    def remove(self) -> None:
+        """Ends the counting, and gives the model back its own collectives."""
+        for group, all_gather, reduce_scatter in self._plain:
+            group.all_gather = all_gather
+            group.reduce_scatter = reduce_scatter
+        if self._hook is not None:
+            self._hook.remove()
+        self.ledger.stop()
+
+
+def count_volume(groups: list[ParamGroup], optimizer: Optimizer | None = None) -> CountedModel:
+    """Counts what a sharded model sends, and changes nothing of it.
+
+    Args:
+        groups: of the model, from ``param_groups``.
+        optimizer: a step of the ledger ends with each of its steps; without it, call
+            ``ledger.end_step`` yourself.
+    """
+    ledger = Ledger()
+    plain = [(group, group.all_gather, group.reduce_scatter) for group in groups]
+    for group, all_gather, reduce_scatter in plain:
+        group.all_gather = CountedAllGather(group, all_gather, ledger)
+        group.reduce_scatter = CountedReduceScatter(reduce_scatter, ledger)
+    hook = optimizer.register_step_post_hook(lambda *_: ledger.end_step()) if optimizer else None
+    ledger.start()
+    return CountedModel(ledger, plain, hook)
