@@ -1,0 +1,220 @@
+import dataclasses
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.config import ConfigManager
+from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
+from torchtitan.trainer import Trainer
+
+from torchtitan_ext import (
+    AllGatherConfig,
+    JobConfig,
+    NarrowcastConfig,
+    VolumeConfig,
+    toml_reference,
+    with_narrowcast,
+)
+from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
+
+DOCS = Path(__file__).parents[2] / "docs" / "toml.md"
+
+
+class MyTrainer(Trainer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        my_key: int = 7
+
+        def __post_init__(self) -> None:
+            # Not super(): a slotted dataclass is a new class, which super() does not know.
+            Trainer.Config.__post_init__(self)
+            if self.my_key < 0:
+                raise ValueError("my_key must not be negative")
+
+
+class MyMetrics(MetricsProcessor):
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        my_metric: str = "mine"
+
+
+def my_job() -> Trainer.Config:
+    """A config function such as a user writes."""
+    return with_narrowcast(qwen3_moe_debug(), NarrowcastConfig(all_gather=AllGatherConfig()))
+
+
+def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
+    """The class that build() makes an object of, without running its constructor."""
+    made = []
+    owner = type(config)._owner
+    monkeypatch.setattr(owner, "__init__", lambda self, config: made.append((self, config)))
+    built = config.build()
+    assert made[0][0] is built
+    assert made[0][1] == config
+    return type(built)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"treatment": "exponents"},
+            "narrowcast.all_gather.treatment = 'exponents': "
+            'must be "value" or "exponent" or "coded" or "raw"',
+        ),
+        (
+            {"exponent_exchange": "block"},
+            'narrowcast.all_gather.exponent_exchange = \'block\': must be "difference" or "blocks"',
+        ),
+        (
+            {"block_check": "crc"},
+            'narrowcast.all_gather.block_check = \'crc\': must be "compare" or "hash"',
+        ),
+        ({"coder": "lz4"}, 'narrowcast.all_gather.coder = \'lz4\': must be "auto" or "zstd"'),
+        ({"block_size": 0}, "narrowcast.all_gather.block_size = 0: must be a positive integer"),
+        ({"block_size": True}, "narrowcast.all_gather.block_size = True: must be a positive"),
+        ({"block_size": "512"}, "narrowcast.all_gather.block_size = '512': must be a positive"),
+        (
+            {"verify_interval": -1},
+            "narrowcast.all_gather.verify_interval = -1: must be an integer of at least 0",
+        ),
+        ({"parameters": []}, "narrowcast.all_gather.parameters = []: must be one or more patterns"),
+        ({"parameters": "*"}, "narrowcast.all_gather.parameters = '*': must be one or more"),
+        ({"enable": "yes"}, "narrowcast.all_gather.enable = 'yes': must be true or false"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        AllGatherConfig(**given)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_wrong_switch_of_the_ledger_is_named():
+    with pytest.raises(ValueError, match=r"narrowcast\.volume\.enable = 1: must be true or false"):
+        VolumeConfig(enable=1)
+
+
+def test_by_default_bytes_are_counted_and_gathers_are_plain():
+    config = with_narrowcast(qwen3_moe_debug())
+    assert config.narrowcast == NarrowcastConfig()
+    assert not config.narrowcast.all_gather.enable
+    assert config.narrowcast.volume.enable
+    assert config.job == JobConfig(config_file="")
+
+
+def test_the_result_has_the_values_of_the_base_and_builds_its_trainer_with_the_plugin(monkeypatch):
+    base = qwen3_moe_debug()
+    sections = NarrowcastConfig(all_gather=AllGatherConfig(enable=True))
+    config = with_narrowcast(base, sections)
+    assert isinstance(config, Trainer.Config)
+    assert config.narrowcast is sections
+    for f in dataclasses.fields(base):
+        if f.name != "metrics":
+            assert getattr(config, f.name) is getattr(base, f.name)
+    made = owner_made_by(config, monkeypatch)
+    assert issubclass(made, TrainerPlugin)
+    assert issubclass(made, Trainer)
+    assert made.__mro__.index(TrainerPlugin) < made.__mro__.index(Trainer)
+
+
+def test_metrics_keep_their_values_and_are_built_with_the_plugin():
+    base = qwen3_moe_debug()
+    base.metrics = MyMetrics.Config(log_freq=3, my_metric="x")
+    metrics = with_narrowcast(base).metrics
+    assert isinstance(metrics, MyMetrics.Config)
+    assert (metrics.log_freq, metrics.my_metric) == (3, "x")
+    assert issubclass(type(metrics)._owner, MetricsPlugin)
+    assert issubclass(type(metrics)._owner, MyMetrics)
+
+
+def test_the_base_is_left_as_it_was():
+    base = qwen3_moe_debug()
+    metrics = base.metrics
+    with_narrowcast(base)
+    assert type(base) is Trainer.Config
+    assert type(base)._owner is Trainer
+    assert base.metrics is metrics
+    assert type(metrics)._owner is MetricsProcessor
+
+
+def test_a_subclass_of_the_trainer_keeps_its_class_keys_and_checks(monkeypatch):
+    config = with_narrowcast(MyTrainer.Config(my_key=3))
+    assert isinstance(config, MyTrainer.Config)
+    assert config.my_key == 3
+    with pytest.raises(ValueError, match="my_key must not be negative"):
+        dataclasses.replace(config, my_key=-1)
+    assert issubclass(owner_made_by(config, monkeypatch), MyTrainer)
+
+
+def test_applied_twice_it_adds_nothing_and_keeps_the_sections():
+    sections = NarrowcastConfig(all_gather=AllGatherConfig(enable=True))
+    once = with_narrowcast(qwen3_moe_debug(), sections, job=JobConfig(config_file="x.toml"))
+    twice = with_narrowcast(once)
+    assert type(twice) is type(once)
+    assert type(twice.metrics) is type(once.metrics)
+    assert twice.narrowcast is sections
+    assert twice.job.config_file == "x.toml"
+    assert with_narrowcast(once, NarrowcastConfig()).narrowcast == NarrowcastConfig()
+
+
+def test_two_configs_of_one_class_get_one_class():
+    assert type(with_narrowcast(qwen3_moe_debug())) is type(with_narrowcast(qwen3_moe_debug()))
+
+
+def parse(*flags: str) -> Trainer.Config:
+    return ConfigManager().parse_args(["--module", __name__, "--config", "my_job", *flags])
+
+
+def test_flags_override_our_sections_and_torchtitans():
+    config = parse(
+        "--narrowcast.all_gather.treatment=exponent",
+        "--narrowcast.all_gather.enable",
+        "--narrowcast.all_gather.parameters=*.experts.*,*.wq.*",
+        "--narrowcast.volume.no-enable",
+        "--training.steps=3",
+    )
+    assert config.narrowcast.all_gather.treatment == "exponent"
+    assert config.narrowcast.all_gather.enable
+    assert config.narrowcast.all_gather.parameters == ["*.experts.*", "*.wq.*"]
+    assert not config.narrowcast.volume.enable
+    assert config.training.steps == 3
+    assert issubclass(type(config)._owner, TrainerPlugin)
+    assert issubclass(type(config.metrics)._owner, MetricsPlugin)
+
+
+def test_a_wrong_flag_of_ours_ends_with_the_allowed_values(capsys):
+    with pytest.raises(SystemExit):
+        parse("--narrowcast.all_gather.treatment=exponents")
+    shown = capsys.readouterr().err
+    assert all(f"'{name}'" in shown for name in ("value", "exponent", "coded", "raw"))
+    with pytest.raises(SystemExit):
+        parse("--narrowcast.all_gather.block_size=0")
+    assert "must be a positive integer" in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_describes_our_keys_and_still_torchtitans(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Gather FSDP parameters through narrowcast's lossless coding" in shown
+    assert "Values per block of exponent_exchange" in shown
+    assert "How many train steps to run" in shown
+    assert "How often to log metrics to TensorBoard" in shown
+
+
+def test_importing_the_package_imports_neither_torch_nor_torchtitan():
+    program = (
+        "import sys, torchtitan_ext;"
+        "sys.exit(str([m for m in ('torch', 'torchtitan', 'tyro') if m in sys.modules]))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.stderr.strip() == "[]"
+
+
+def test_the_reference_page_shows_the_sections_as_they_are():
+    page = DOCS.read_text(encoding="utf-8")
+    assert toml_reference.with_tables(page) == page
+    assert "| `block_size` | `int` | `512` | a positive integer |" in page

@@ -1,0 +1,63 @@
+"""narrowcast in torchtitan: TOML configuration, and the plugins it switches on.
+
+    torchrun ... -m torchtitan_ext.train --job.config_file x.toml
+    torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
+        --job.config_file x.toml
+
+Importing this package imports neither torch nor torchtitan.
+"""
+
+import sys
+from typing import TYPE_CHECKING
+
+from torchtitan_ext.config import (
+    AllGatherConfig,
+    JobConfig,
+    NarrowcastConfig,
+    VolumeConfig,
+    with_narrowcast,
+)
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+__all__ = [
+    "AllGatherConfig",
+    "JobConfig",
+    "NarrowcastConfig",
+    "VolumeConfig",
+    "from_toml",
+    "with_narrowcast",
+]
+
+
+def from_toml() -> "Trainer.Config":
+    """The torchtitan config function that reads the TOML file of `--job.config_file`.
+
+    torchtitan passes its config functions nothing, so that the flag is taken from `sys.argv`.
+
+    Raises:
+        ValueError: the flag is missing, or the file is wrong (`toml.TomlError`).
+    """
+    from torchtitan_ext import compat, cpu
+    from torchtitan_ext.toml import load_config
+
+    compat.apply()
+    cpu.apply()
+    return load_config(_config_file(sys.argv[1:]))
+
+
+def _config_file(args: list[str]) -> str:
+    """The value of the last `--job.config_file FILE` or `--job.config_file=FILE`.
+
+    As everywhere on torchtitan's command line, `-` may stand for `_`.
+    """
+    flags = [arg.partition("=") for arg in args]
+    files = [
+        value if equals else "".join(args[i + 1 : i + 2])
+        for i, (flag, equals, value) in enumerate(flags)
+        if flag.replace("_", "-") == "--job.config-file"
+    ]
+    if not files or not files[-1]:
+        raise ValueError("--job.config_file is required: --job.config_file my_job.toml")
+    return files[-1]

@@ -1,0 +1,76 @@
+"""Communication volume on torchtitan's own metric path: TensorBoard scalars, layout and console."""
+
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from narrowcast.volume import COLLECTIVES, SHARD_TYPES, Ledger, StepVolume, reduce_over_ranks
+from torchtitan_ext.private import tensorboard_writers
+
+_MIB = 1 << 20
+
+
+def layout() -> dict[str, dict[str, list]]:
+    """TensorBoard's custom scalars: what a dashboard of communication volume opens with."""
+
+    def lines(*tags: str) -> list:
+        return ["Multiline", [f"narrowcast/{tag}" for tag in tags]]
+
+    def by_shard_type(what: str) -> list:
+        return lines(*(f"{what}/{kind}" for kind in SHARD_TYPES))
+
+    return {
+        "Communication volume": {
+            "bytes sent a step, by collective": lines(*(f"bytes/{c}" for c in COLLECTIVES)),
+            "bytes plain torch would send": lines(*(f"plain_bytes/{c}" for c in COLLECTIVES)),
+            "ratio of sent to plain": lines("ratio/all", "ratio/all_gather"),
+            "bits a parameter": lines(
+                "bits_per_parameter/first_gather", "bits_per_parameter/later_gathers"
+            ),
+        },
+        "Changes since the last step": {
+            "share of changed exponents": by_shard_type("changed_exponents"),
+            "share of changed blocks": by_shard_type("changed_blocks"),
+            "share of changed values": by_shard_type("changed_values"),
+        },
+    }
+
+
+class MetricsPlugin:
+    """Mixed into torchtitan's metrics processor: adds the last step of `ledger` to what it logs."""
+
+    ledger: Ledger | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for writer in tensorboard_writers(self.logger):
+            writer.add_custom_scalars(layout())
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log as torchtitan does, with the volume of the step. Every rank must call it."""
+        volume = None
+        if self.ledger is not None and self.ledger.last is not None:
+            volume = reduce_over_ranks(self.ledger.last, torch.device(device_type))
+            extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        if volume is not None:
+            logger.info(_console_line(step, volume))
+
+
+def _console_line(step: int, volume: StepVolume) -> str:
+    sent, plain = sum(volume.sent.values()) / _MIB, sum(volume.plain.values()) / _MIB
+    line = f"step: {step:2}  sent: {sent:.2f} MiB, plain {plain:.2f} MiB ({volume.ratio:.0%})"
+    if volume.first.parameters:
+        line += f"  bits a parameter: first gather {volume.first.bits_per_parameter:.2f}"
+    if volume.later.parameters:
+        line += f", later {volume.later.bits_per_parameter:.2f}"
+    return line

@@ -1,0 +1,103 @@
+"""The private names of torchtitan that we depend on, all seen in torchtitan 0.3.0."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.components.metrics import BaseLogger, TensorBoardLogger
+from torchtitan.config import ConfigManager, Configurable
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+from narrowcast.volume import Ledger
+
+
+def load_base_config(module: str, function: str) -> Any:
+    """The config that `--module module --config function` starts from.
+
+    `ConfigManager._load_config` is where torchtitan resolves short names such as `qwen3`; its
+    public `parse_args` would parse flags as well, and warn twice.
+
+    Raises:
+        ValueError, ImportError: the module or the function does not exist.
+    """
+    config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
+    return config
+
+
+def owner(config_cls: type[Configurable.Config]) -> type[Configurable]:
+    """The class that `config_cls.build()` makes an object of.
+
+    torchtitan keeps it in `_owner`, and offers no public way back from a config class to it.
+    """
+    assert config_cls._owner is not None, f"{config_cls.__qualname__} has no owner"
+    return config_cls._owner
+
+
+def tensorboard_writers(logger: BaseLogger) -> list[SummaryWriter]:
+    """The TensorBoard writers behind a metrics logger; none on ranks that do not log.
+
+    `LoggerContainer` keeps its loggers in `_loggers`, and only passes scalars on to them.
+    """
+    loggers = getattr(logger, "_loggers", [])
+    return [one.writer for one in loggers if isinstance(one, TensorBoardLogger)]
+
+
+def token_dispatchers(model_parts: list[nn.Module]) -> list[AllToAllTokenDispatcher]:
+    """The dispatchers of a model that move tokens between expert-parallel ranks by all-to-all."""
+    dispatchers = [
+        module.token_dispatcher
+        for part in model_parts
+        for module in part.modules()
+        if isinstance(module, RoutedExperts)
+    ]
+    return [
+        dispatcher
+        for dispatcher in dispatchers
+        if isinstance(dispatcher, AllToAllTokenDispatcher) and dispatcher.ep_mesh is not None
+    ]
+
+
+def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) -> None:
+    """Count the bytes that a dispatcher sends under "dispatch" and "combine", backward included.
+
+    The three all-to-alls are private methods; `dispatch` and `combine` themselves do not tell how
+    many rows cross. Rows are not counted within graphs that torch.compile has made of them.
+    """
+    rank, world_size = dispatcher.ep_mesh.get_local_rank(), dispatcher.ep_mesh.size()
+    exchange_counts = dispatcher._token_count_exchange
+    exchange_dispatch = dispatcher._dispatch_token_exchange
+    exchange_combine = dispatcher._combine_token_exchange
+
+    def add(name: str, rows: torch.Tensor, splits: list[int]) -> None:
+        row_bytes = rows.shape[-1] * rows.element_size()
+        ledger.add(name, (sum(splits) - splits[rank]) * row_bytes)
+
+    def counted(name: str, exchange: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(
+            rows: torch.Tensor, group: Any, received: list[int], sent: list[int]
+        ) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return exchange(rows, group, received, sent)
+            add(name, rows, sent)
+            with ledger.named():
+                out = exchange(rows, group, received, sent)
+            if out.requires_grad:
+                # The gradient goes back the way that its rows came.
+                out.register_hook(lambda grad: add(name, grad, received))
+            return out
+
+        return run
+
+    def counted_counts(counts: torch.Tensor, group: Any, ep_size: int) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            nbytes = counts.numel() * counts.element_size()
+            ledger.add("dispatch", nbytes * (world_size - 1) // world_size)
+        with ledger.named():
+            return exchange_counts(counts, group, ep_size)
+
+    dispatcher._token_count_exchange = counted_counts
+    dispatcher._dispatch_token_exchange = counted("dispatch", exchange_dispatch)
+    dispatcher._combine_token_exchange = counted("combine", exchange_combine)
