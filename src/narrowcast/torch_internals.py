@@ -173,45 +173,60 @@ def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None
     Returns:
         A function that ends the counting.
     """
-    replaced: list[tuple[Any, str, Callable]] = []
-    depth = threading.local()
-    for module, name, sent_share in _COUNTED:
-        original = getattr(module, name)
-        counted = _counted(original, sent_share, on_collective, depth)
-        owners = (dist, dist.distributed_c10d) if module is dist else (module,)
-        for owner in owners:
-            replaced.append((owner, name, original))
-            setattr(owner, name, counted)
+    if not _listeners:
+        _replace_collectives()
+    _listeners.append(on_collective)
 
     def stop() -> None:
-        for owner, name, original in replaced:
-            setattr(owner, name, original)
+        _listeners.remove(on_collective)
+        if not _listeners:
+            _restore_collectives()
 
     return stop
+
+
+_listeners: list[Callable[[int], None]] = []
+_replaced: list[tuple[Any, str, Callable]] = []
+_depth = threading.local()
+
+
+def _replace_collectives() -> None:
+    for module, name, sent_share in _COUNTED:
+        original = getattr(module, name)
+        counted = _counted(original, sent_share)
+        owners = (dist, dist.distributed_c10d) if module is dist else (module,)
+        for owner in owners:
+            _replaced.append((owner, name, original))
+            setattr(owner, name, counted)
+
+
+def _restore_collectives() -> None:
+    while _replaced:
+        setattr(*_replaced.pop())
 
 
 def _counted(
     original: Callable,
     sent_share: tuple[str, Callable[[int], float]],
-    on_collective: Callable[[int], None],
-    depth: threading.local,
 ) -> Callable:
     signature = inspect.signature(original)
     tensors, share = sent_share
 
     @functools.wraps(original)
     def counted(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(depth, "inside", False):
+        if torch.compiler.is_compiling() or getattr(_depth, "inside", False):
             return original(*args, **kwargs)
-        depth.inside = True
+        _depth.inside = True
         try:
             arguments = signature.bind(*args, **kwargs).arguments
-            world_size = _world_size(arguments.get("group"))
-            sent = sum(t.numel() * t.element_size() for t in _flat(arguments.get(tensors)))
-            on_collective(int(sent * share(world_size)))
+            group = arguments.get("group")
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                sent = sum(t.numel() * t.element_size() for t in _flat(arguments.get(tensors)))
+                for on_collective in list(_listeners):
+                    on_collective(int(sent * share(_world_size(group))))
             return original(*args, **kwargs)
         finally:
-            depth.inside = False
+            _depth.inside = False
 
     return counted
 

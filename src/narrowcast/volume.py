@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ _SHARD_TYPE_PATTERNS = (
 def shard_type(parameter_name: str) -> str:
     """The kind of shard (one of ``SHARD_TYPES``) that a parameter's name speaks of."""
     for kind, pattern in _SHARD_TYPE_PATTERNS:
-        if re.search(pattern, parameter_name):
+        if re.search(pattern, parameter_name, re.IGNORECASE):
             return kind
     return "other"
 
@@ -103,6 +103,7 @@ class StepVolume:
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
         changes: by kind of shard; empty where nothing is kept to compare with.
+        kept_bytes: memory of what receivers keep, at the end of the step.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -110,6 +111,7 @@ class StepVolume:
     first: GatherVolume = field(default_factory=GatherVolume)
     later: GatherVolume = field(default_factory=GatherVolume)
     changes: dict[str, Changes] = field(default_factory=dict)
+    kept_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -119,7 +121,10 @@ class StepVolume:
 
     def scalars(self) -> dict[str, float]:
         """The step as flat TensorBoard scalars, under ``narrowcast/``."""
-        scalars: dict[str, float] = {"narrowcast/ratio/all": self.ratio}
+        scalars: dict[str, float] = {
+            "narrowcast/ratio/all": self.ratio,
+            "narrowcast/kept_bytes": self.kept_bytes,
+        }
         for name in COLLECTIVES:
             scalars[f"narrowcast/bytes/{name}"] = self.sent[name]
             scalars[f"narrowcast/plain_bytes/{name}"] = self.plain[name]
@@ -140,9 +145,42 @@ class StepVolume:
         return scalars
 
 
+def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
+    """A step over all ranks of the job, each of which must call this: the bytes of the worst rank
+    in each collective and in memory; parameters, bits and changes of all together."""
+    no_changes = Changes()
+    worst = [counts[name] for counts in (volume.sent, volume.plain) for name in COLLECTIVES]
+    worst.append(volume.kept_bytes)
+    gathers = [volume.first.parameters, volume.first.bits]
+    gathers += [volume.later.parameters, volume.later.bits]
+    changes = [astuple(volume.changes.get(kind, no_changes)) for kind in SHARD_TYPES]
+    total = gathers + [count for counts in changes for count in counts]
+    worst, total = (torch.tensor(counts, device=device) for counts in (worst, total))
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    *worst, kept_bytes = worst.tolist()
+    sent, plain = worst[: len(COLLECTIVES)], worst[len(COLLECTIVES) :]
+    gathers, changes = total[:4].tolist(), total[4:].view(len(SHARD_TYPES), -1).tolist()
+    return StepVolume(
+        sent=Counter(dict(zip(COLLECTIVES, sent, strict=True))),
+        plain=Counter(dict(zip(COLLECTIVES, plain, strict=True))),
+        first=GatherVolume(*gathers[:2]),
+        later=GatherVolume(*gathers[2:]),
+        changes={
+            kind: Changes(*counts)
+            for kind, counts in zip(SHARD_TYPES, changes, strict=True)
+            if any(counts)
+        },
+        kept_bytes=kept_bytes,
+    )
+
+
 def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     """What a rank sends in a ring all-reduce of ``nbytes`` bytes."""
     return 2 * nbytes * (world_size - 1) // world_size
+
+
+_caller_counts = threading.local()  # of all ledgers: what one counts by name is no other's "other"
 
 
 class Ledger:
@@ -157,8 +195,7 @@ class Ledger:
         self.current = StepVolume()
         self.last: StepVolume | None = None
         self.steps = 0
-        self._gathered: set[str] = set()
-        self._caller_counts = threading.local()
+        self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
 
     def start(self) -> None:
@@ -185,15 +222,15 @@ class Ledger:
     @contextmanager
     def named(self) -> Iterator[None]:
         """Collectives started within are counted by the caller, with ``add``."""
-        outer, self._caller_counts.value = self._inside_named(), True
+        outer, _caller_counts.value = self._inside_named(), True
         try:
             yield
         finally:
-            self._caller_counts.value = outer
+            _caller_counts.value = outer
 
     def is_first_gather(self, group: ParamGroup) -> bool:
         """Whether a parameter group was not gathered yet in this step."""
-        return group.key not in self._gathered
+        return group not in self._gathered
 
     def record_gather(
         self, group: ParamGroup, parameters: int, sent_bytes: int, changes: dict[str, Changes]
@@ -205,10 +242,10 @@ class Ledger:
         volume.bits += 8 * sent_bytes
         for kind, counted in changes.items():
             step.changes[kind] = step.changes.get(kind, Changes()) + counted
-        self._gathered.add(group.key)
+        self._gathered.add(group)
 
     def _inside_named(self) -> bool:
-        return getattr(self._caller_counts, "value", False)
+        return getattr(_caller_counts, "value", False)
 
     def _on_collective(self, sent_bytes: int) -> None:
         if not self._inside_named():

@@ -15,6 +15,7 @@ from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Tre
 from narrowcast.allgather.coders import find_coder
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.exchange import largest_sizes
+from narrowcast.allgather.wire import SettingsError
 from narrowcast.torch_internals import ParamGroup, param_groups
 from narrowcast.volume import CountedModel, all_reduce_bytes, count_volume
 
@@ -43,7 +44,12 @@ class NarrowedModel:
             comm.group.all_gather = comm
         self._hook: RemovableHandle | None = None
         if optimizer is not None:
-            self._hook = optimizer.register_step_post_hook(lambda *_: self.refresh())
+            self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    def _after_step(self) -> None:
+        if self.ledger is not None:
+            self.ledger.last.kept_bytes = self.kept_bytes
+        self.refresh()
 
     def refresh(self) -> None:
         """Encodes all shards now, and exchanges all sizes in one small collective a process group.
@@ -57,7 +63,7 @@ class NarrowedModel:
             by_process_group.setdefault(comm.group.process_group, []).append(comm)
         for process_group, comms in by_process_group.items():
             states = [comm.prepare() for comm in comms]
-            sizes = [state.prepared.payload.numel() for state in states]
+            sizes = [state.prepared_size for state in states]
             with self.ledger.named() if self.ledger else nullcontext():
                 largest = largest_sizes(sizes, process_group, comms[0].group.device)
             if self.ledger:
@@ -124,16 +130,8 @@ def narrow_all_gather(
 
     Raises:
         ValueError: an argument is not allowed, or the model cannot be narrowed.
+        SettingsError: the ranks were given different arguments or models.
     """
-    _check_choice("treatment", treatment, Treatment)
-    _check_choice("exponent_exchange", exponent_exchange, ExponentExchange)
-    _check_choice("block_check", block_check, BlockCheck)
-    if block_size < 1:
-        raise ValueError(f"block_size = {block_size!r}; allowed: 1 and more")
-    if verify_interval < 0:
-        raise ValueError(f"verify_interval = {verify_interval!r}; allowed: 0 (never) and more")
-    if isinstance(parameters, str):
-        raise ValueError(f"parameters = {parameters!r}; allowed: a sequence of patterns")
     models = [model] if isinstance(model, nn.Module) else list(model)
     groups = [group for part in models for group in param_groups(part)]
     if not groups:
@@ -141,29 +139,95 @@ def narrow_all_gather(
             "the model has no parameters that FSDP2 shards over more than one rank: call "
             "torch.distributed.fsdp.fully_shard on it first"
         )
-    _check_plain(groups)
-    scheme = Scheme(treatment, exponent_exchange, block_size, block_check)
-    names = [param.name for group in groups for param in group.params]
-    for pattern in parameters:
-        if not any(fnmatch(name, pattern) for name in names):
-            logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
-    treated = {n for n in names if any(fnmatch(n, pattern) for pattern in parameters)}
-    if not treated:
-        raise ValueError(
-            f"parameters = {list(parameters)!r} matches none of the model's parameters, such as "
-            f"{names[0]!r}"
-        )
-    schemes = {name: scheme if name in treated else Scheme("raw") for name in names}
-    used_coder = find_coder(coder)
+    settings = {
+        "treatment": treatment,
+        "exponent_exchange": exponent_exchange,
+        "block_size": block_size,
+        "block_check": block_check,
+        "coder": coder,
+        "verify_interval": verify_interval,
+        "parameters": parameters,
+    }
+    error = None
+    try:
+        schemes = _check(groups, settings)
+    except ValueError as wrong:
+        error = wrong
+    _check_agreement(groups, settings, error)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
-    comms = [NarrowAllGather(g, schemes, used_coder, verify_interval, ledger) for g in groups]
+    comms = [
+        NarrowAllGather(g, schemes, find_coder(coder), verify_interval, ledger) for g in groups
+    ]
     return NarrowedModel(comms, optimizer, counted)
 
 
-def _check_choice(name: str, value: Any, literal: Any) -> None:
-    if value not in get_args(literal):
-        raise ValueError(f"{name} = {value!r}; allowed: {', '.join(map(repr, get_args(literal)))}")
+def _check(groups: list[ParamGroup], settings: dict[str, Any]) -> dict[str, Scheme]:
+    """Each parameter's scheme.
+
+    Raises:
+        ValueError: a setting is not allowed, or the model has another custom all-gather.
+    """
+    for name, literal in _CHOICES.items():
+        if settings[name] not in get_args(literal):
+            allowed = ", ".join(map(repr, get_args(literal)))
+            raise ValueError(f"{name} = {settings[name]!r}; allowed: {allowed}")
+    for name, least, allowed in (("block_size", 1, ""), ("verify_interval", 0, " (never)")):
+        if type(settings[name]) is not int or settings[name] < least:
+            raise ValueError(f"{name} = {settings[name]!r}; allowed: {least}{allowed} and more")
+    find_coder(settings["coder"])
+    _check_plain(groups)
+    patterns = settings["parameters"]
+    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
+        raise ValueError(f"parameters = {patterns!r}; allowed: a list of patterns")
+    names = [param.name for group in groups for param in group.params]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
+    treated = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
+    if not treated:
+        raise ValueError(
+            f"parameters = {patterns!r} matches none of the model's parameters, such as "
+            f"{names[0]!r}"
+        )
+    scheme = Scheme(**{name: settings[name] for name in ("block_size", *_CHOICES)})
+    return {name: scheme if name in treated else Scheme("raw") for name in names}
+
+
+def _check_agreement(
+    groups: list[ParamGroup], settings: dict[str, Any], error: ValueError | None
+) -> None:
+    """Compares settings and parameters among the ranks that gather together.
+
+    Raises:
+        ValueError: this rank's ``error``, or another's.
+        SettingsError: the ranks differ.
+    """
+    mine = [(str(settings), [(group.name, group.params, group.numels) for group in groups])]
+    for process_group in {group.process_group: None for group in groups}:
+        theirs: list[Any] = [None] * process_group.size()
+        dist.all_gather_object(theirs, (str(error) if error else "", *mine), process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        for rank, (message, _) in zip(ranks, theirs, strict=True):
+            if message and error is None:
+                error = ValueError(f"on rank {rank}: {message}")
+        by_rank = {rank: other[0] for rank, (_, other) in zip(ranks, theirs, strict=True)}
+        if error is None and len(set(by_rank.values())) > 1:
+            raise SettingsError(f"ranks were given different settings: {by_rank}")
+        if error is None and len({repr(other[1]) for _, other in theirs}) > 1:
+            raise SettingsError(
+                f"ranks {ranks} shard different parameters over the same process group: build the "
+                "same model with the same fully_shard calls on every rank"
+            )
+    if error is not None:
+        raise error
+
+
+_CHOICES = {
+    "treatment": Treatment,
+    "exponent_exchange": ExponentExchange,
+    "block_check": BlockCheck,
+}
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:

@@ -77,13 +77,27 @@ class Scheme:
         exponent_exchange: of ``exponent`` only: how changed exponents cross.
         block_size: values a block, of ``exponent_exchange = "blocks"``.
         block_check: how a sender notices a changed block: it keeps the exponents it last sent and
-            compares, which is exact and faster, or it keeps a 128-bit hash of each block.
+            compares, which is exact and faster, or it keeps a 128-bit hash of each block. (The
+            hash costs some thousand small tensor operations a shard, however small it is.)
     """
 
     treatment: Treatment
     exponent_exchange: ExponentExchange = "difference"
     block_size: int = 512
     block_check: BlockCheck = "compare"
+
+    @property
+    def forms(self) -> set[Form]:
+        """The forms in which a shard may come."""
+        if self.treatment == "raw":
+            return {Form.RAW}
+        if self.treatment == "coded":
+            return {Form.RAW, Form.CODED}
+        if self.treatment == "value":
+            return {Form.RAW, Form.CODED, Form.VALUE_DIFFERENCE}
+        if self.exponent_exchange == "blocks":
+            return {Form.RAW, Form.CODED, Form.EXPONENT_BLOCKS}
+        return {Form.RAW, Form.CODED, Form.EXPONENT_DIFFERENCE}
 
     @property
     def keeps_hashes(self) -> bool:
@@ -147,6 +161,8 @@ def decode(
     Raises:
         ValueError: the sections do not fit the form (``CoderError`` where the coder says so).
     """
+    if encoded.form not in scheme.forms:
+        raise ValueError(f"{encoded.form.name} arrived under treatment {scheme.treatment}")
     match encoded.form:
         case Form.RAW:
             (section,) = encoded.sections

@@ -54,6 +54,8 @@ class Zstd:
             raise CoderError(f"not a zstd frame of {size} bytes: {error}") from error
         if len(data) != size:
             raise CoderError(f"a zstd frame held {len(data)} bytes where {size} were due")
+        if not data:
+            return stream.new_empty(0)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(stream.device)
 
 
@@ -68,6 +70,7 @@ def find_coder(name: str) -> Coder:
     """
     if name == "auto":
         return CODERS["zstd"]
-    if name not in CODERS:
-        raise ValueError(f"coder = {name!r} is not known; allowed: 'auto', {list(CODERS)}")
+    if not isinstance(name, str) or name not in CODERS:
+        allowed = ", ".join(map(repr, ["auto", *CODERS]))
+        raise ValueError(f"coder = {name!r}; allowed: {allowed}")
     return CODERS[name]

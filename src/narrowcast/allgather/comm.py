@@ -5,10 +5,12 @@
                                           finish: check, decode, keep      finish
 
 What a group keeps is replicated: ``kept[r]`` is the same on every rank, except that a rank may keep
-hashes of its own shard. It changes only in ``_finish``, after every check has passed on every rank.
+hashes of its own shard. It changes only in ``_finish``, rank after rank in the same order on every
+rank, so that it is the same still when a later payload turns out not to decode.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +27,8 @@ from narrowcast.allgather.exchange import start_round
 from narrowcast.floats import FloatLayout
 from narrowcast.torch_internals import AllGather, ParamGroup, WorkThatFinishes
 from narrowcast.volume import Changes, Ledger, all_reduce_bytes, count_changes, shard_type
+
+logger = logging.getLogger(__name__)
 
 _BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever go raw
 
@@ -106,13 +110,19 @@ class GroupState:
         return wire.head_size(len(self.runs))
 
     @property
+    def prepared_size(self) -> int:
+        """Bytes of the payload that is prepared; of a head if none is."""
+        return self.prepared.payload.numel() if self.prepared is not None else self.head_size
+
+    @property
     def kept_bytes(self) -> int:
         tensors = [tensor for row in self.kept for tensor in row if tensor is not None]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def reset(self) -> None:
+        """Drops what is kept, but not ``slot_size``, on which the ranks have agreed."""
         self.kept = [[None] * len(self.runs) for _ in self.kept]
-        self.sequence, self.slot_size, self.prepared = 0, self.head_size, None
+        self.sequence, self.prepared = 0, None
 
 
 @dataclass
@@ -175,15 +185,25 @@ class NarrowAllGather(AllGather):
     def prepare(self) -> GroupState:
         """Encodes the group's shard ahead of its gather, which every rank must do together.
 
-        The caller sets ``slot_size`` to the largest payload that any rank has ``prepared``.
+        The caller sets ``slot_size`` to the largest ``prepared_size`` of all ranks.
         """
-        shard_bytes = self.group.shard()
-        dtypes = {param.dtype for param in self.group.params}
-        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         group = self.group.process_group
-        state = self.state_of(group, shard_bytes.numel() // dtype.itemsize, dtype)
-        state.prepared = self._encode(state, group, shard_bytes)
+        dtypes = {param.dtype for param in self.group.params}
+        if len(dtypes) == 1:
+            state = self.state_of(group, sum(self.group.numels), dtypes.pop())
+        else:
+            state = self.state_of(group, self._shard_bytes(), torch.uint8)
+        try:
+            state.prepared = self._encode(state, group, self.group.shard())
+        except RuntimeError as error:
+            # Not raised, since the other ranks go on: the gather itself will say what is wrong.
+            logger.warning("narrowcast: %s is not encoded ahead: %s", self.group.name, error)
+            state.prepared = None
         return state
+
+    def _shard_bytes(self) -> int:
+        sizes = zip(self.group.numels, self.group.params, strict=True)
+        return sum(numel * param.dtype.itemsize for numel, param in sizes)
 
     def reset(self) -> None:
         """Drops all that is kept; every rank must. The next gathers send everything."""
@@ -198,19 +218,13 @@ class NarrowAllGather(AllGather):
     def state_of(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> GroupState:
         key = (group.group_name, numel, dtype)
         if key not in self.states:
-            numels = self.group.numels
-            scale = (
-                numel
-                * dtype.itemsize
-                / sum(n * p.dtype.itemsize for n, p in zip(numels, self.group.params, strict=True))
-            )
+            scale = numel * dtype.itemsize / self._shard_bytes()
             params = [
-                (param.name, round(n * scale), param.dtype)
-                for n, param in zip(numels, self.group.params, strict=True)
+                (param.name, round(param_numel * scale), param.dtype)
+                for param_numel, param in zip(self.group.numels, self.group.params, strict=True)
             ]
             runs = make_runs(params, self.schemes)
-            settings = (runs, self.coder.wire_id, self.coder.wire_version, self.verify_interval)
-            digest = hashlib.sha256(repr(settings).encode()).digest()
+            digest = hashlib.sha256(repr((runs, self.verify_interval)).encode()).digest()
             self.states[key] = GroupState(
                 runs=runs,
                 settings=int.from_bytes(digest[:8], "little"),

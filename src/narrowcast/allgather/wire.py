@@ -23,6 +23,7 @@ from enum import IntEnum
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from narrowcast.allgather.codec import SECTIONS, Encoded, Form
 from narrowcast.allgather.coders import Coder
@@ -98,9 +99,16 @@ def checksum(data: Tensor) -> int:
     swapped words change it. 0 is reserved for "none".
     """
     data = data.view(torch.uint8)
-    words = torch.nn.functional.pad(data, (0, -data.numel() % 4)).view(torch.int32)
-    positions = torch.arange(1, words.numel() + 1, device=data.device).mul_(2).sub_(1)
-    return (int(positions.mul_(words).sum()) & 0xFFFFFFFFFFFFFFFF) or 1
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    factors = torch.arange(2, 4 * _CHUNK_WORDS, 4, device=data.device)
+    for start, chunk in enumerate(data.split(4 * _CHUNK_WORDS)):
+        words = pad(chunk, (0, -chunk.numel() % 4)).view(torch.int32).to(torch.int64)
+        total += words.sum() * (4 * start * _CHUNK_WORDS)
+        total += words.mul_(factors[: words.numel()]).sum()
+    return int(total) & 0xFFFFFFFFFFFFFFFF | 1
+
+
+_CHUNK_WORDS = 1 << 18  # fits a CPU's cache
 
 
 def pack(
@@ -135,7 +143,8 @@ def pack_failure(
     message: str, *, num_runs: int, settings: int, sequence: int, device: torch.device
 ) -> Tensor:
     """The payload of a rank that could not encode: every rank raises ``message``, itself too."""
-    body = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8).to(device)
+    text = bytearray(message.encode(errors="replace"))
+    body = torch.frombuffer(text, dtype=torch.uint8).to(device)
     runs = ((Form.RAW, ()),) * num_runs
     head = Head(Status.FAILED, (0, 0), settings, sequence, body.numel(), checksum(body), 0, runs)
     return torch.cat([_pack_head(head).to(device), body])
@@ -157,6 +166,8 @@ def unpack_head(data: bytes, num_runs: int) -> Head:
     Raises:
         PayloadError: it is damaged, or of another format.
     """
+    if len(data) != head_size(num_runs):
+        raise PayloadError(f"has a head of {len(data)} bytes, not {head_size(num_runs)}")
     content, stored = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     if content[:4] != MAGIC:
         raise PayloadError(f"starts with {content[:4]!r}, not with {MAGIC!r}")

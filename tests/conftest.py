@@ -1,0 +1,25 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, Ranks]]:
+    pools: dict[int, Ranks] = {}
+    yield pools
+    for ranks in pools.values():
+        ranks.end()
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, Ranks]) -> Callable[[int], Ranks]:
+    """``ranks(world_size)``: gloo ranks, started once and shared by the tests."""
+
+    def of_size(world_size: int) -> Ranks:
+        if world_size not in _pools or not _pools[world_size].alive:
+            _pools[world_size] = Ranks(world_size)
+        return _pools[world_size]
+
+    return of_size

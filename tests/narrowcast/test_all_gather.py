@@ -1,0 +1,85 @@
+"""Narrowed training is plain FSDP2 training, to the bit: losses, parameters, optimizer states."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
+from tests.ranks import Ranks
+
+VALUE = {"treatment": "value"}
+BLOCKS = {"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64}
+TREATMENTS = {
+    "value": VALUE,
+    "exponent": {"treatment": "exponent"},
+    "blocks": BLOCKS,
+    "blocks-hash": {**BLOCKS, "block_check": "hash"},
+    "coded": {"treatment": "coded"},
+    "raw": {"treatment": "raw"},
+    "some": {"treatment": "value", "parameters": ["*experts*", "*.router.*"]},
+    "verified": {"treatment": "value", "verify_interval": 1},
+}
+MODES = {
+    "mixed fp16": {"gathered": torch.float16},
+    "mixed fp32": {"gathered": torch.float32},
+    "no mixed precision": {"gathered": None},
+    "bf16 masters": {"gathered": None, "dtype": torch.bfloat16},
+    "adam": {"optimizer": "Adam"},
+    "adafactor": {"optimizer": "Adafactor"},
+    "one expert": {"num_experts": 1},
+    "shard dim 1": {"expert_shard_dim": 1},
+    "kept after forward": {"reshard": False},
+    "resharded to pairs": {"reshard": 2},
+    "accumulated": {"microbatches": 3},
+    "offloaded": {"offload": True},
+    "prefetched": {"prefetch": True},
+    "async": {"async_unshard": True, "prefetch": True},
+    "recomputed": {"checkpointing": True},
+    "compiled": {"backend": "aot_eager"},
+    "hsdp": {"replicas": 2},
+}
+
+
+def _differing(setup: Setup, treatments: dict[str, dict]) -> list[str]:
+    """Trains once plain, then once with each treatment: those that ended otherwise, and how."""
+    model, optimizer = build(setup)
+    plain_losses = train(setup, model, optimizer)
+    plain_state = state_of(model, optimizer)
+    assert len(plain_losses) == setup.steps * setup.microbatches
+    differing = []
+    for name, treatment in treatments.items():
+        model, optimizer = build(setup)
+        handle, _ = narrow(replace(setup, narrow=treatment), model, optimizer)
+        if train(setup, model, optimizer) != plain_losses:
+            differing.append(f"{name}: losses")
+        if not same_bits(state_of(model, optimizer), plain_state):
+            differing.append(f"{name}: parameters or optimizer states")
+        handle.remove()
+    return differing
+
+
+def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *treatments: str) -> None:
+    chosen = {name: TREATMENTS[name] for name in treatments}
+    differing = ranks.run(_differing, setup, chosen)
+    assert differing == [[]] * len(differing)
+
+
+@pytest.mark.parametrize("gathered", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_treatment_trains_as_plain(ranks, gathered: torch.dtype) -> None:
+    _assert_trains_as_plain(ranks(4), Setup(gathered=gathered), *TREATMENTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_fsdp_trains_as_plain(ranks, mode: str) -> None:
+    setup = replace(Setup(), **MODES[mode])
+    _assert_trains_as_plain(ranks(4), setup, "value", "exponent", "blocks-hash", "coded")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_world_size_trains_as_plain(ranks, world_size: int) -> None:
+    _assert_trains_as_plain(ranks(world_size), Setup(), *TREATMENTS)
+
+
+def test_per_block_inductor_trains_as_plain(ranks) -> None:
+    _assert_trains_as_plain(ranks(2), Setup(backend="inductor", steps=3), "value")

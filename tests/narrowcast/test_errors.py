@@ -1,0 +1,245 @@
+"""When something is wrong, every rank raises the same named error, and soon."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowcast import NarrowedModel, narrow_all_gather
+from narrowcast.allgather.coders import CODERS, Zstd
+from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.training import Setup, build, narrow, train
+from tests.ranks import Raised
+
+SOON_S = 60  # far below the process group's timeout: nobody waits for a rank that has raised
+
+
+def _is_culprit() -> bool:
+    return dist.get_rank() == 1
+
+
+def _tamper(handle: NarrowedModel, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """On one rank, changes every prepared payload, given with the size of its head."""
+    for comm in handle._comms:
+        for state in comm.states.values():
+            prepared = state.prepared
+            if _is_culprit() and prepared is not None:
+                payload = change(prepared.payload.clone(), state.head_size)
+                state.prepared = replace(prepared, payload=payload)
+
+
+def _flip_first_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
+    payload[0] ^= 1
+    return payload
+
+
+def _flip_head_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
+    payload[head_size // 2] ^= 1
+    return payload
+
+
+def _flip_body_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
+    payload[head_size + 5] ^= 1
+    return payload
+
+
+def _drop_cache(handle: NarrowedModel) -> None:
+    if _is_culprit():
+        handle.reset()
+
+
+def _damage_cache(handle: NarrowedModel) -> None:
+    """A bit of what rank 1 keeps of rank 0's shard."""
+    if _is_culprit():
+        for comm in handle._comms:
+            for state in comm.states.values():
+                state.kept[0][0][0] ^= 1
+
+
+def _fail_to_encode(handle: NarrowedModel) -> None:
+    class Broken(Zstd):
+        def encode(self, data: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("no memory for the coder")
+
+    if _is_culprit():
+        for comm in handle._comms:
+            comm.coder = Broken()
+            for state in comm.states.values():
+                state.prepared = None
+
+
+def _other_coder(handle: NarrowedModel) -> None:
+    if _is_culprit():
+        for comm in handle._comms:
+            comm.coder = Zstd(wire_version=2)
+            for state in comm.states.values():
+                state.prepared = None
+
+
+def _other_stream(handle: NarrowedModel) -> None:
+    """A stream that is no zstd frame, within a payload that is sound otherwise."""
+
+    class NotZstd(Zstd):
+        def encode(self, data: torch.Tensor) -> torch.Tensor:
+            return torch.full((9,), 7, dtype=torch.uint8)
+
+    if _is_culprit():
+        for comm in handle._comms:
+            comm.coder = NotZstd()
+            for state in comm.states.values():
+                state.prepared = None
+
+
+def _flip_magic(handle: NarrowedModel) -> None:
+    _tamper(handle, _flip_first_byte)
+
+
+def _flip_head(handle: NarrowedModel) -> None:
+    _tamper(handle, _flip_head_byte)
+
+
+def _flip_body(handle: NarrowedModel) -> None:
+    _tamper(handle, _flip_body_byte)
+
+
+FAULTS = {
+    _flip_magic: ("PayloadError", "rank 1"),
+    _flip_head: ("PayloadError", "rank 1"),
+    _flip_body: ("PayloadError", "rank 1"),
+    _drop_cache: ("OutOfStepError", "reset()"),
+    _fail_to_encode: ("SenderError", "no memory for the coder"),
+    _other_coder: ("SettingsError", "coder"),
+    _other_stream: ("PayloadError", "rank 1"),
+}
+
+
+def _train_with_fault(fault: Callable, treatment: dict) -> None:
+    setup = Setup(narrow=treatment, steps=3)
+    model, optimizer = build(setup)
+    handle, _ = narrow(setup, model, optimizer)
+    train(setup, model, optimizer)
+    fault(handle)
+    try:
+        train(setup, model, optimizer)
+    finally:
+        handle.remove()
+
+
+def _assert_same_error(outcomes: list, name: str, part: str) -> None:
+    assert all(isinstance(outcome, Raised) for outcome in outcomes), outcomes
+    assert {outcome.type for outcome in outcomes} == {name}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert part in outcomes[0].message
+
+
+@pytest.mark.parametrize("treatment", ["value", "exponent", "blocks-hash"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+def test_every_rank_raises_the_same_error(ranks, fault: Callable, treatment: str) -> None:
+    name, part = FAULTS[fault]
+    outcomes = ranks(4).outcomes(_train_with_fault, fault, TREATMENTS[treatment], timeout_s=SOON_S)
+    _assert_same_error(outcomes, name, part)
+
+
+def test_verification_finds_a_damaged_cache(ranks) -> None:
+    treatment = {**TREATMENTS["value"], "verify_interval": 1}
+    outcomes = ranks(4).outcomes(_train_with_fault, _damage_cache, treatment, timeout_s=SOON_S)
+    _assert_same_error(outcomes, "VerificationError", "rank 0")
+
+
+def _train_with_settings_by_rank() -> None:
+    setup = Setup()
+    model, optimizer = build(setup)
+    treatment = "exponent" if _is_culprit() else "value"
+    handle = narrow_all_gather(model, optimizer, treatment=treatment)
+    try:
+        train(setup, model, optimizer)
+    finally:
+        handle.remove()
+
+
+def test_settings_that_differ_by_rank_are_an_error(ranks) -> None:
+    outcomes = ranks(4).outcomes(_train_with_settings_by_rank, timeout_s=SOON_S)
+    _assert_same_error(outcomes, "SettingsError", "'treatment': 'exponent'")
+
+
+def _narrow_with_a_wrong_argument_on_one_rank() -> None:
+    model, optimizer = build(Setup())
+    narrow_all_gather(model, optimizer, block_size=0 if _is_culprit() else 512)
+
+
+def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
+    outcomes = ranks(4).outcomes(_narrow_with_a_wrong_argument_on_one_rank, timeout_s=SOON_S)
+    for outcome in outcomes:
+        assert outcome.type == "ValueError"
+        assert "block_size = 0" in outcome.message
+
+
+def _reset_after_dropped_cache() -> bool:
+    setup = Setup(narrow=TREATMENTS["value"], steps=3)
+    model, optimizer = build(setup)
+    plain_losses = train(setup, model, optimizer) + train(setup, model, optimizer, first_step=3)
+    model, optimizer = build(setup)
+    handle, _ = narrow(setup, model, optimizer)
+    losses = train(setup, model, optimizer)
+    _drop_cache(handle)
+    handle.reset()
+    losses += train(setup, model, optimizer, first_step=3)
+    handle.remove()
+    return losses == plain_losses
+
+
+def test_reset_on_every_rank_mends_a_dropped_cache(ranks) -> None:
+    assert ranks(4).run(_reset_after_dropped_cache) == [True] * 4
+
+
+WRONG_ARGUMENTS = {
+    "treatment": ("values", "'value', 'exponent', 'coded', 'raw'"),
+    "exponent_exchange": ("block", "'difference', 'blocks'"),
+    "block_check": ("sha", "'compare', 'hash'"),
+    "block_size": (0, "1 and more"),
+    "verify_interval": (-1, "0 (never) and more"),
+    "coder": ("ans", "'auto', 'zstd'"),
+    "parameters": (["*.no_such.*"], "none of the model's parameters"),
+}
+
+
+def _wrong_argument(name: str, value: object) -> str:
+    model, optimizer = build(Setup())
+    with pytest.raises(ValueError, match=name) as error:
+        narrow_all_gather(model, optimizer, **{name: value})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named_with_what_is_allowed(ranks, name: str) -> None:
+    value, allowed = WRONG_ARGUMENTS[name]
+    for message in ranks(2).run(_wrong_argument, name, value):
+        assert repr(value) in message
+        assert allowed in message
+
+
+def test_a_model_that_is_not_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match="fully_shard"):
+        narrow_all_gather(nn.Linear(2, 2))
+
+
+def _narrow_twice() -> None:
+    model, optimizer = build(Setup())
+    handle = narrow_all_gather(model, optimizer)
+    try:
+        narrow_all_gather(model, optimizer)
+    finally:
+        handle.remove()
+
+
+def test_narrowing_twice_is_refused(ranks) -> None:
+    for outcome in ranks(2).outcomes(_narrow_twice):
+        assert outcome.type == "ValueError"
+        assert "remove()" in outcome.message
+
+
+def test_coders_are_registered_under_their_own_wire_ids() -> None:
+    assert len({(coder.wire_id, coder.wire_version) for coder in CODERS.values()}) == len(CODERS)

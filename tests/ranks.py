@@ -1,0 +1,99 @@
+"""Runs functions on gloo ranks: processes that stay up from test to test, one thread each."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+_TIMEOUT_S = 240
+
+
+@dataclass(frozen=True)
+class Raised:
+    """What a rank returns in place of a result when its function raised."""
+
+    type: str
+    message: str
+    traceback: str
+
+
+class Ranks:
+    """A process group of ``world_size`` gloo ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "narrowcast"])
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world_size, f"{self._folder.name}/store", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def outcomes(self, function: Callable, *args: Any, timeout_s: float = _TIMEOUT_S) -> list[Any]:
+        """What ``function(*args)`` returned on each rank, or ``Raised``.
+
+        Fails the test, and ends the ranks, if one does not answer in time: it hangs.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout_s):
+                self.end()
+                pytest.fail(f"rank {rank} gave no answer in {timeout_s} s")
+            results.append(pipe.recv())
+        return results
+
+    def run(self, function: Callable, *args: Any) -> list[Any]:
+        """What ``function(*args)`` returned on each rank; fails the test if one raised."""
+        results = self.outcomes(function, *args)
+        for rank, result in enumerate(results):
+            if isinstance(result, Raised):
+                pytest.fail(f"rank {rank} raised\n{result.traceback}")
+        return results
+
+    @property
+    def alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    torch.autograd.set_multithreading_enabled(False)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            try:
+                result = function(*args)
+            except Exception as error:
+                result = Raised(type(error).__name__, str(error), traceback.format_exc())
+            pipe.send(result)

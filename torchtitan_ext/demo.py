@@ -1,0 +1,187 @@
+"""Trains one Mixture-of-Experts with plain FSDP2 and with narrowcast, and compares the runs.
+
+`python -m torchtitan_ext.demo` runs `train_configs/demo.toml` on 4 CPU ranks again and again, with
+other flags each time, checks that all losses and parameters are those of plain FSDP2 to the bit,
+and shows what crossed the wire. `docs/demo.md` describes what it leaves in `outputs/demo`.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from tqdm import tqdm
+
+from torchtitan_ext.comparison import Job, RunSummary, Summary, compare, short_number, tables
+from torchtitan_ext.runs import RunError, read_run, train
+
+CONFIG_FILE = Path("train_configs/demo.toml")
+WORLD_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """A way to gather parameters: its name for people, and the flags that choose it."""
+
+    label: str
+    flags: tuple[str, ...]
+    once: bool = False  # at one learning rate: at any it sends as much
+
+
+_PLAIN = "--narrowcast.all_gather.no-enable"
+_TREATMENT = "--narrowcast.all_gather.treatment"
+_EXCHANGE = "--narrowcast.all_gather.exponent_exchange"
+_RESHARD = "--parallelism.fsdp_reshard_after_forward"
+
+TREATMENTS = {
+    "plain": Treatment("plain, gathered twice", (_PLAIN,)),
+    "plain_kept": Treatment("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
+    "value": Treatment("value", (_TREATMENT, "value")),
+    "exponent": Treatment(
+        "exponent, difference", (_TREATMENT, "exponent", _EXCHANGE, "difference")
+    ),
+    "blocks": Treatment("exponent, blocks", (_TREATMENT, "exponent", _EXCHANGE, "blocks")),
+    "coded": Treatment("coded", (_TREATMENT, "coded"), once=True),
+}
+
+
+def run_demo(
+    *,
+    steps: int = 60,
+    treatments: Sequence[str] = tuple(TREATMENTS),
+    learning_rates: Sequence[float] = (1e-4, 1e-5),
+    output: Path = Path("outputs/demo"),
+) -> Summary:
+    """Train with plain FSDP2 and with each treatment, and compare. Shows progress on stderr.
+
+    The corpus must have been made, and the working directory be that of the project. The job is one
+    for CPU: hide GPUs from it by `CUDA_VISIBLE_DEVICES`, as the command line does.
+
+    Args:
+        steps: of each run.
+        treatments: of `TREATMENTS`. `plain` always runs, first at each learning rate; those that
+            send as much at any learning rate run at the first one alone.
+        learning_rates: after the warm-up.
+        output: gets a folder for each run, and `summary.json`; those of an earlier demo go.
+
+    Raises:
+        ValueError: a treatment is unknown.
+        RunError: a run failed.
+    """
+    unknown = sorted(set(treatments) - set(TREATMENTS))
+    if unknown:
+        raise ValueError(f"treatments {unknown} are unknown: there are {', '.join(TREATMENTS)}")
+    _clear(output)
+    jobs = plan(steps, treatments, learning_rates)
+    summaries: list[RunSummary] = []
+    for i, job in enumerate(jobs):
+        title = f"[{i + 1}/{len(jobs)}] lr {short_number(job.learning_rate)}, {job.label}"
+        with _progress(title, steps) as bar:
+            train(output / job.name, job.flags, WORLD_SIZE, _show_on(bar))
+        run = read_run(output / job.name, steps)
+        if job.treatment == "plain":
+            plain = run
+        summaries.append(compare(job, run, plain, WORLD_SIZE))
+    summary = Summary(_commit(), WORLD_SIZE, plain.parameter_count, summaries)
+    (output / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
+    return summary
+
+
+def plan(steps: int, treatments: Sequence[str], learning_rates: Sequence[float]) -> list[Job]:
+    """The jobs of a demo, each after the plain one that it is compared with."""
+    return [
+        Job(
+            name=f"lr{short_number(learning_rate)}-{name}",
+            treatment=name,
+            label=treatment.label,
+            learning_rate=learning_rate,
+            steps=steps,
+            flags=(
+                *("--job.config_file", str(CONFIG_FILE)),
+                *("--training.steps", str(steps)),
+                *("--optimizer.param_groups.0.optimizer_kwargs.lr", str(learning_rate)),
+                # After the last step, the model alone.
+                *("--checkpoint.enable", "--checkpoint.interval", str(steps)),
+                "--metrics.disable_color_printing",
+                *treatment.flags,
+            ),
+        )
+        for i, learning_rate in enumerate(learning_rates)
+        for name, treatment in TREATMENTS.items()
+        if name == "plain" or (name in treatments and (i == 0 or not treatment.once))
+    ]
+
+
+def main() -> int:
+    """Command line. Returns the exit code: 1 if a run failed, or if anything is not equal."""
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one treatment, fewer steps")
+    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="results' folder")
+    args = parser.parse_args()
+    quick = {"steps": 30, "treatments": ["value"], "learning_rates": [1e-4]} if args.quick else {}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        summary = run_demo(output=args.output, **quick)
+    except (RunError, ValueError) as error:
+        print(f"\ndemo: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, SignalException):
+        print("\ndemo: interrupted, all ranks are stopped", file=sys.stderr)
+        return 130
+    print(f"\n{tables(summary)}\n\nTensorBoard:  tensorboard --logdir {args.output}")
+    print(f"All figures:  {args.output / 'summary.json'}\n")
+    if summary.unequal:
+        names = ", ".join(run.name for run in summary.unequal)
+        print(f"*** DIFFERENT FROM PLAIN FSDP2: {names} ***", file=sys.stderr)
+        return 1
+    print("Every loss and every parameter of every run is that of plain FSDP2, to the last bit.")
+    return 0
+
+
+def _clear(output: Path) -> None:
+    """Remove what an earlier demo left, and nothing else."""
+    (output / "summary.json").unlink(missing_ok=True)
+    for treatment in TREATMENTS:
+        for folder in output.glob(f"lr*-{treatment}"):
+            shutil.rmtree(folder)
+
+
+def _progress(title: str, steps: int) -> tqdm:
+    bar_format = "{desc} {bar:20} step {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    return tqdm(total=steps, desc=f"{title:42}", bar_format=bar_format, mininterval=0)
+
+
+def _show_on(bar: tqdm) -> Callable[[str], None]:
+    """What moves a progress bar on by the lines of a run's log."""
+    loss = ""
+
+    def show(line: str) -> None:
+        nonlocal loss
+        if found := re.search(r"step: +(\d+) +loss: +(\S+)", line):
+            loss = f"loss {found[2]}"
+            bar.n = int(found[1])
+            bar.set_postfix_str(loss)
+        elif found := re.search(r"first gather ([\d.]+)(?:, later ([\d.]+))?", line):
+            bits = " + ".join(part for part in found.groups() if part)
+            bar.set_postfix_str(f"{loss}, {bits} bits a parameter")
+
+    return show
+
+
+def _commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
