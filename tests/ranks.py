@@ -94,6 +94,6 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
             function, args = pipe.recv()
             try:
                 result = function(*args)
-            except Exception as error:
+            except BaseException as error:  # SystemExit and torch's CheckpointException too
                 result = Raised(type(error).__name__, str(error), traceback.format_exc())
             pipe.send(result)

@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one treatment, fewer steps")
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="results' folder")
     args = parser.parse_args()
-    quick = {"steps": 30, "treatments": ["value"], "learning_rates": [1e-4]} if args.quick else {}
+    quick = {"steps": 25, "treatments": ["value"], "learning_rates": [1e-4]} if args.quick else {}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         summary = run_demo(output=args.output, **quick)
