@@ -1,0 +1,74 @@
+"""Narrowing costs the memory that its treatment says, and of payloads one group's at a time."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
+
+from narrowcast import narrow_all_gather
+from tests.narrowcast.test_all_gather import TREATMENTS
+
+WIDTH, LAYERS = 256, 8
+PARAMETERS = WIDTH * WIDTH * LAYERS
+GROUP_BYTES = 2 * WIDTH * WIDTH  # of one gathered layer
+
+
+def _kept_and_peak(treatment: dict | None) -> tuple[int, int]:
+    """Bytes of the caches, and of all that was allocated at once in a step, on this rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    options = {
+        "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    }
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = narrow_all_gather(model, optimizer, **treatment) if treatment else None
+
+    def step() -> None:
+        model(torch.ones(4, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    kept = handle.kept_bytes if handle else 0
+    if handle:
+        handle.remove()
+    allocated = peak = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            peak = max(peak, allocated)
+    return kept, peak
+
+
+KEPT_BYTES = {
+    "value": 2 * PARAMETERS,
+    "exponent": PARAMETERS,
+    "blocks-hash": PARAMETERS * 3 // 4 + 16 * PARAMETERS // 4 // 64,
+    "coded": 0,
+    "raw": 0,
+}
+
+
+@pytest.mark.parametrize("name", KEPT_BYTES)
+def test_what_is_kept_is_what_the_treatment_says(ranks, name: str) -> None:
+    for kept, _ in ranks(4).run(_kept_and_peak, TREATMENTS[name]):
+        assert kept == KEPT_BYTES[name]
+
+
+@pytest.mark.parametrize("name", ["value", "exponent", "coded"])
+def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> None:
+    """The caches are made anew within the measured step, so that its peak includes them. The least
+    of all ranks, since gloo's threads allocate at times of their own."""
+    plain_peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, None))
+    peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, TREATMENTS[name]))
+    assert peak <= plain_peak + KEPT_BYTES[name] + GROUP_BYTES
