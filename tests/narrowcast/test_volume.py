@@ -104,6 +104,7 @@ def test_changes_add_up_field_by_field():
 def test_a_step_that_sent_nothing_has_finite_scalars():
     scalars = StepVolume().scalars()
     assert scalars.pop("narrowcast/ratio/all") == 1.0
+    assert scalars.pop("narrowcast/kept_bytes") == 0
     assert set(scalars) == {
         f"narrowcast/{kind}/{name}" for kind in ("bytes", "plain_bytes") for name in COLLECTIVES
     }
