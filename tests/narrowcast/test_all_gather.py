@@ -1,10 +1,14 @@
 """Narrowed training is plain FSDP2 training, to the bit: losses, parameters, optimizer states."""
 
+from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from narrowcast.allgather import comm
+from narrowcast.allgather.codec import Scheme
 from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
 from tests.ranks import Ranks
 
@@ -38,6 +42,11 @@ MODES = {
     "recomputed": {"checkpointing": True},
     "compiled": {"backend": "aot_eager"},
     "hsdp": {"replicas": 2},
+    "mixed dtypes": {
+        "frozen": (torch.int64, torch.float16, torch.uint8, torch.float32),
+        "gathered": None,
+        "dtype": torch.bfloat16,
+    },
 }
 
 
@@ -83,3 +92,28 @@ def test_every_world_size_trains_as_plain(ranks, world_size: int) -> None:
 
 def test_per_block_inductor_trains_as_plain(ranks) -> None:
     _assert_trains_as_plain(ranks(2), Setup(backend="inductor", steps=3), "value")
+
+
+def _differing_in_short_runs(setup: Setup, treatments: dict[str, dict]) -> list[str]:
+    with patch.object(comm, "_MAX_RUN_VALUES", 100):
+        return _differing(setup, treatments)
+
+
+def test_shards_cut_into_many_runs_train_as_plain(ranks) -> None:
+    chosen = {name: TREATMENTS[name] for name in ("value", "exponent", "blocks-hash", "some")}
+    assert ranks(3).run(_differing_in_short_runs, Setup(), chosen) == [[]] * 3
+
+
+def test_runs_cover_a_shard_and_hold_whole_blocks() -> None:
+    scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("raw")
+    params = [("a", 300_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
+    params += [("d", 9, torch.int64), ("e", 5, torch.float32)]
+    runs = comm.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
+    assert [run.start for run in runs[1:]] == [run.stop for run in runs[:-1]]
+    assert runs[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
+    assert [run.num_values for run in runs] == [129_000, 129_000, 42_008, 72, 5]
+    values = Counter()
+    for run in runs:
+        assert sum(size for _, size in run.params) == run.num_values
+        values.update(dict(run.params))
+    assert values == {"a": 300_001, "c": 7, "d": 72, "e": 5}

@@ -34,8 +34,12 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """Odd sizes on purpose: rows fewer than ranks (empty shards), rows no rank count divides."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, frozen: tuple[torch.dtype, ...]) -> None:
         super().__init__()
+        for dtype in frozen:
+            table = torch.arange(3 * 5).view(3, 5).to(dtype)
+            name = f"table_{dtype}".replace(".", "_")
+            self.register_parameter(name, nn.Parameter(table, requires_grad=False))
         self.attention_norm = nn.LayerNorm(DIM)
         self.attention = nn.Linear(DIM, DIM)
         self.router = nn.Linear(DIM, 3)
@@ -44,6 +48,9 @@ class Block(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD))
+        for name, table in self.named_parameters(recurse=False):
+            if name.startswith("table"):
+                x_TD = x_TD + table.sum().to(x_TD.dtype) / 1000
         score_T1 = self.router(x_TD).softmax(dim=-1).amax(dim=-1, keepdim=True)
         return x_TD + self.experts(x_TD) * score_T1 * self.scale
 
@@ -53,7 +60,7 @@ class Setup:
     """How to shard, train and narrow.
 
     ``gathered`` is the parameter dtype of mixed precision, ``narrow`` the arguments of
-    ``narrow_all_gather``, with ``None`` for plain FSDP2.
+    ``narrow_all_gather``, with ``None`` for plain FSDP2; ``frozen`` adds a table of each dtype.
     """
 
     narrow: dict[str, Any] | None = None
@@ -62,6 +69,7 @@ class Setup:
     reshard: bool | int = True
     optimizer: str = "AdamW"
     num_experts: int = 6
+    frozen: tuple[torch.dtype, ...] = ()
     expert_shard_dim: int = 0
     offload: bool = False
     replicas: int = 1
@@ -76,10 +84,12 @@ class Setup:
 def build(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The sharded model and its optimizer; the same initial weights for every setup."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(setup.num_experts) for _ in range(2)], nn.Linear(DIM, 5))
+    blocks = [Block(setup.num_experts, setup.frozen) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(DIM, 5))
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    model.to(setup.dtype)
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.2)
+            parameter.data = parameter.data.to(setup.dtype)
     options: dict[str, Any] = {
         "mesh": _mesh(setup.replicas),
         "reshard_after_forward": setup.reshard,
@@ -102,9 +112,10 @@ def build(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
         model[1].set_modules_to_backward_prefetch([model[0]])
     for module in (model[0], model[1], model):
         module._set_unshard_async_op(setup.async_unshard)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if setup.optimizer == "Adafactor":
         return model, _adafactor_of_shards(model)
-    return model, getattr(torch.optim, setup.optimizer)(model.parameters(), lr=1e-3)
+    return model, getattr(torch.optim, setup.optimizer)(trained, lr=1e-3)
 
 
 def _adafactor_of_shards(model: nn.Module) -> torch.optim.Optimizer:

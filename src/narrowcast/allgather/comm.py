@@ -21,7 +21,7 @@ from torch import Tensor
 
 from narrowcast import floats
 from narrowcast.allgather import codec, wire
-from narrowcast.allgather.codec import Form, Scheme
+from narrowcast.allgather.codec import Encoded, Form, Scheme
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import start_round
 from narrowcast.floats import FloatLayout
@@ -33,12 +33,16 @@ logger = logging.getLogger(__name__)
 _BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever go raw
 
 
+# A run of 16-bit values then makes two zstd blocks, and its temporaries stay in a CPU's cache.
+_MAX_RUN_VALUES = 1 << 17
+
+
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring parameters of one dtype and one scheme: what is encoded together.
+    """Neighbouring values of one dtype and one scheme: what is encoded together.
 
     Attributes:
-        params: name and number of values of each.
+        params: name of each parameter, and how many of its values are in this run.
         start, stop: in bytes, within the shard of the group.
     """
 
@@ -67,15 +71,23 @@ def make_runs(
     runs: list[Run] = []
     start = 0
     for name, numel, dtype in params:
-        layout, scheme = floats.LAYOUTS.get(dtype), schemes[name]
-        num_values = numel
+        layout, scheme, left = floats.LAYOUTS.get(dtype), schemes[name], numel
         if layout is None:
-            layout, scheme, num_values = _BYTES, Scheme("raw"), numel * dtype.itemsize
-        run = Run(scheme, layout, ((name, num_values),), start, start + numel * dtype.itemsize)
-        if runs and (runs[-1].scheme, runs[-1].layout) == (scheme, layout):
-            run = replace(run, params=runs[-1].params + run.params, start=runs.pop().start)
-        runs.append(run)
-        start = run.stop
+            layout, scheme, left = _BYTES, Scheme("raw"), numel * dtype.itemsize
+        limit = max(_MAX_RUN_VALUES // scheme.block_size, 1) * scheme.block_size
+        while left > 0:
+            open_run = runs[-1] if runs else None
+            if (
+                open_run is None
+                or (open_run.scheme, open_run.layout) != (scheme, layout)
+                or open_run.num_values == limit
+            ):
+                runs.append(Run(scheme, layout, (), start, start))
+            taken = min(left, limit - runs[-1].num_values)
+            start += taken * layout.itemsize
+            piece = ((name, taken),)
+            runs[-1] = replace(runs[-1], params=runs[-1].params + piece, stop=start)
+            left -= taken
     return tuple(runs)
 
 
@@ -309,15 +321,10 @@ class NarrowAllGather(AllGather):
         else:
             bodies = slots[:, state.head_size :]
         for r, rank in enumerate(ranks):
-            row = self._decode(state, r, rank, group, heads[rank], bodies[r, : sizes[r]], prepared)
-            is_own = r == group.rank()
-            for run, bits in zip(state.runs, row, strict=True):
-                rows[r, run.start : run.stop] = bits.view(torch.uint8)
-            keep = codec.sender_keeps if is_own else codec.receiver_keeps
-            state.kept[r] = [
-                keep(bits, run.scheme, run.layout)
-                for run, bits in zip(state.runs, row, strict=True)
-            ]
+            with self._blamed(rank):
+                encoded = wire.unpack_body(heads[rank], bodies[r, : sizes[r]])
+                own_shard = prepared.shard_bytes if r == group.rank() else None
+                self._decode(state.runs, encoded, state.kept[r], rows[r], own_shard)
         if self._verifies(state):
             self._verify(ranks, group, heads, rows)
         state.sequence += 1
@@ -343,27 +350,30 @@ class NarrowAllGather(AllGather):
 
     def _decode(
         self,
-        state: GroupState,
-        r: int,
-        rank: int,
-        group: dist.ProcessGroup,
-        head: wire.Head,
-        body: Tensor,
-        prepared: Prepared,
-    ) -> list[Tensor]:
-        """The bits of each run of one rank's shard; of the own one too, which must fail where it
-        fails elsewhere."""
-        with self._blamed(rank):
-            encoded = wire.unpack_body(head, body)
-            decoded = []
-            for run, one, kept in zip(state.runs, encoded, state.kept[r], strict=True):
-                if r == group.rank() and run.scheme.keeps_hashes and kept is not None:
-                    own_bits = run.bits(prepared.shard_bytes)
-                    kept = codec.receiver_keeps(own_bits, run.scheme, run.layout)
-                decoded.append(
-                    codec.decode(one, kept, run.num_values, run.scheme, run.layout, self.coder)
-                )
-        return decoded
+        runs: tuple[Run, ...],
+        encoded: list[Encoded],
+        kept: list[Tensor | None],
+        row: Tensor,
+        own_shard: Tensor | None,
+    ) -> None:
+        """Decodes one rank's shard into ``row``, uint8, and replaces what is ``kept`` of it.
+
+        ``own_shard`` is given for this rank's own, which must fail where it fails elsewhere.
+        """
+        keep = codec.receiver_keeps if own_shard is None else codec.sender_keeps
+        for i, (run, one) in enumerate(zip(runs, encoded, strict=True)):
+            kept_of_run = kept[i]
+            if own_shard is not None and run.scheme.keeps_hashes and kept_of_run is not None:
+                kept_of_run = codec.receiver_keeps(run.bits(own_shard), run.scheme, run.layout)
+            bits = codec.decode(
+                one, kept_of_run, run.num_values, run.scheme, run.layout, self.coder
+            )
+            row[run.start : run.stop] = bits.view(torch.uint8)
+            to_keep = keep(bits, run.scheme, run.layout)
+            if kept[i] is None or to_keep is None:
+                kept[i] = to_keep
+            elif to_keep is not kept[i]:
+                kept[i].copy_(to_keep)  # in place: fresh memory would cost page faults
 
     def _verify(
         self, ranks: list[int], group: dist.ProcessGroup, heads: dict[int, wire.Head], rows: Tensor
