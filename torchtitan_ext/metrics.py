@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
+import torchtitan.tools.utils as titan_utils
 from torchtitan.tools.logging import logger
-from torchtitan.tools.utils import device_type
 
 from narrowcast.volume import COLLECTIVES, SHARD_TYPES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
@@ -59,7 +59,7 @@ class MetricsPlugin:
         """Log as torchtitan does, with the volume of the step. Every rank must call it."""
         volume = None
         if self.ledger is not None and self.ledger.last is not None:
-            volume = reduce_over_ranks(self.ledger.last, torch.device(device_type))
+            volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if volume is not None:

@@ -74,19 +74,19 @@ def qwen3_moe(
 
 
 def demo() -> Trainer.Config:
-    """An MoE of 6 million parameters, three quarters of them in 4 x 16 experts, on the corpus.
+    """An MoE of 6 million parameters, three quarters of them in 3 x 16 experts, on the corpus.
 
     Small enough that activations need no checkpointing; the rest of the job is left to TOML.
     """
     return Trainer.Config(
         model_spec=qwen3_moe(
             flavor="demo",
-            n_layers=4,
+            n_layers=3,
             dim=256,
             n_heads=4,
             n_kv_heads=2,
             head_dim=32,
-            moe_hidden_dim=96,
+            moe_hidden_dim=128,
             num_experts=16,
             top_k=2,
         ),
