@@ -78,7 +78,7 @@ class Setup:
     async_unshard: bool = False
     checkpointing: bool = False
     backend: str | None = None
-    steps: int = 5
+    steps: int = 4
 
 
 def build(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
