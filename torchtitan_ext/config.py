@@ -30,7 +30,7 @@ class AllGatherConfig:
     and the exponents of the blocks that changed, which is the form of the CIERA paper.
     """
 
-    block_size: int = field(default=512, metadata={"allowed": "a positive integer"})
+    block_size: int = field(default=512, metadata={"allowed": "an integer from 1 to 131072"})
     """Values per block of exponent_exchange "blocks"."""
 
     block_check: Literal["compare", "hash"] = "compare"
@@ -60,7 +60,7 @@ class AllGatherConfig:
         _check(
             "narrowcast.all_gather",
             self,
-            block_size=_is_int(self.block_size, at_least=1),
+            block_size=_is_int(self.block_size, at_least=1) and self.block_size <= 131072,
             verify_interval=_is_int(self.verify_interval, at_least=0),
             parameters=_is_patterns(self.parameters),
         )

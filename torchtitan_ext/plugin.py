@@ -55,8 +55,7 @@ def _install(
     switches = config.narrowcast.all_gather
     counts = config.narrowcast.volume.enable
     if not switches.enable:
-        groups = [group for part in model_parts for group in param_groups(part)]
-        return None, count_volume(groups, optimizers) if counts else None
+        return None, count_volume(param_groups(*model_parts), optimizers) if counts else None
     try:
         narrowed = narrow_all_gather(
             model_parts,

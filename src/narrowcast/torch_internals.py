@@ -55,11 +55,6 @@ class ParamGroup:
     _group: FSDPParamGroup
 
     @property
-    def key(self) -> str:
-        """Tells this group from all others of the model, two of the same module too."""
-        return self.params[0].name
-
-    @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks over which the parameters are sharded."""
         return self._group.mesh_info.shard_process_group
@@ -103,23 +98,24 @@ class ParamGroup:
         return torch.cat(pieces)
 
 
-def param_groups(model: nn.Module) -> list[ParamGroup]:
-    """Every FSDP2 parameter group of a model that is sharded over more than one rank.
+def param_groups(*models: nn.Module) -> list[ParamGroup]:
+    """Every FSDP2 parameter group of the models that is sharded over more than one rank, once.
 
     Raises:
         ValueError: a parameter brings an all-gather extension of its own.
     """
-    names = {id(module): _plain_name(name) for name, module in model.named_modules()}
     groups: dict[int, ParamGroup] = {}
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            sharded = isinstance(group.mesh_info, FSDPMeshInfo)
-            if id(group) in groups or not sharded or group.mesh_info.shard_mesh_size == 1:
+    for model in models:
+        names = {id(module): _plain_name(name) for name, module in model.named_modules()}
+        for module in model.modules():
+            if not isinstance(module, FSDPModule):
                 continue
-            params = tuple(_describe(param, group, names) for param in group.fsdp_params)
-            groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                sharded = isinstance(group.mesh_info, FSDPMeshInfo)
+                if id(group) in groups or not sharded or group.mesh_info.shard_mesh_size == 1:
+                    continue
+                params = tuple(_describe(param, group, names) for param in group.fsdp_params)
+                groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
     return list(groups.values())
 
 

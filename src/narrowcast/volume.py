@@ -327,6 +327,7 @@ class CountedModel:
         for group, all_gather, reduce_scatter in self._plain:
             group.all_gather = all_gather
             group.reduce_scatter = reduce_scatter
+        self._plain = []  # a second call must not touch the model, which may be counted again
         if self._hook is not None:
             self._hook.remove()
         self.ledger.stop()

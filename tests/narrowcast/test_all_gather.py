@@ -95,7 +95,7 @@ def test_per_block_inductor_trains_as_plain(ranks) -> None:
 
 
 def _differing_in_short_runs(setup: Setup, treatments: dict[str, dict]) -> list[str]:
-    with patch.object(comm, "_MAX_RUN_VALUES", 100):
+    with patch.object(comm, "MAX_RUN_VALUES", 100):
         return _differing(setup, treatments)
 
 

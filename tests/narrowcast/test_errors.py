@@ -10,6 +10,8 @@ from torch import nn
 
 from narrowcast import NarrowedModel, narrow_all_gather
 from narrowcast.allgather.coders import CODERS, Zstd
+from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.torch_internals import param_groups
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import Setup, build, narrow, train
 from tests.ranks import Raised
@@ -162,7 +164,7 @@ def _train_with_settings_by_rank() -> None:
 
 def test_settings_that_differ_by_rank_are_an_error(ranks) -> None:
     outcomes = ranks(4).outcomes(_train_with_settings_by_rank, timeout_s=SOON_S)
-    _assert_same_error(outcomes, "SettingsError", "'treatment': 'exponent'")
+    _assert_same_error(outcomes, "SettingsError", "of 'treatment': {0: 'value', 1: 'exponent'")
 
 
 def _narrow_with_a_wrong_argument_on_one_rank() -> None:
@@ -199,9 +201,12 @@ WRONG_ARGUMENTS = {
     "treatment": ("values", "'value', 'exponent', 'coded', 'raw'"),
     "exponent_exchange": ("block", "'difference', 'blocks'"),
     "block_check": ("sha", "'compare', 'hash'"),
-    "block_size": (0, "1 and more"),
+    "block_size": (0, "1 to 131072"),
+    "block_size ": (10**12, "1 to 131072"),
     "verify_interval": (-1, "0 (never) and more"),
     "coder": ("ans", "'auto', 'zstd'"),
+    "volume": ("no", "True, False"),
+    "optimizer": ("adam", "torch.optim.Optimizer"),
     "parameters": (["*.no_such.*"], "none of the model's parameters"),
 }
 
@@ -209,14 +214,15 @@ WRONG_ARGUMENTS = {
 def _wrong_argument(name: str, value: object) -> str:
     model, optimizer = build(Setup())
     with pytest.raises(ValueError, match=name) as error:
-        narrow_all_gather(model, optimizer, **{name: value})
+        narrow_all_gather(model, **{"optimizer": optimizer, name: value})
+    narrow_all_gather(model, optimizer).remove()  # nothing was left half done
     return str(error.value)
 
 
 @pytest.mark.parametrize("name", WRONG_ARGUMENTS)
 def test_a_wrong_argument_is_named_with_what_is_allowed(ranks, name: str) -> None:
     value, allowed = WRONG_ARGUMENTS[name]
-    for message in ranks(2).run(_wrong_argument, name, value):
+    for message in ranks(2).run(_wrong_argument, name.strip(), value):
         assert repr(value) in message
         assert allowed in message
 
@@ -239,6 +245,40 @@ def test_narrowing_twice_is_refused(ranks) -> None:
     for outcome in ranks(2).outcomes(_narrow_twice):
         assert outcome.type == "ValueError"
         assert "remove()" in outcome.message
+
+
+def _removed_twice() -> tuple[bool, int]:
+    model, optimizer = build(Setup())
+    old = narrow_all_gather(model, optimizer)
+    old.remove()
+    new = narrow_all_gather(model, optimizer)
+    old.remove()
+    old.refresh()
+    narrowed = all(type(group.all_gather) is NarrowAllGather for group in param_groups(model))
+    train(Setup(), model, optimizer)
+    sent = new.ledger.last.sent["all_gather"]
+    new.remove()
+    plain = all(group.has_default_all_gather for group in param_groups(model))
+    return narrowed and plain, sent
+
+
+def test_a_removed_handle_leaves_a_newer_one_alone(ranks) -> None:
+    for right, sent in ranks(2).run(_removed_twice):
+        assert right
+        assert sent > 0
+
+
+def _groups_narrowed(parameters: list[str], treatment: str) -> list[bool]:
+    model, optimizer = build(Setup())
+    handle = narrow_all_gather(model, optimizer, treatment=treatment, parameters=parameters)
+    narrowed = [type(group.all_gather) is NarrowAllGather for group in param_groups(model)]
+    handle.remove()
+    return narrowed
+
+
+def test_groups_with_nothing_to_treat_are_left_to_fsdp(ranks) -> None:
+    assert ranks(2).run(_groups_narrowed, ["0.*"], "value") == [[False, True, False]] * 2
+    assert ranks(2).run(_groups_narrowed, ["*"], "raw") == [[True] * 3] * 2
 
 
 def test_coders_are_registered_under_their_own_wire_ids() -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
-from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.comm import MAX_RUN_VALUES, NarrowAllGather
 from narrowcast.allgather.exchange import largest_sizes
 from narrowcast.allgather.wire import SettingsError
 from narrowcast.torch_internals import ParamGroup, param_groups
@@ -26,8 +26,9 @@ class NarrowedModel:
     """What ``narrow_all_gather`` returns.
 
     Attributes:
-        ledger: what each step sent, ``ledger.last`` being the last whole one; ``None`` if volume is
-            not counted.
+        ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
+            whole step, ``None`` before the first. Steps end with the optimizer's; without one,
+            call ``ledger.end_step()`` yourself.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class NarrowedModel:
         for comm, replaced in zip(self._comms, self._replaced, strict=True):
             comm.group.all_gather = replaced
         self.reset()
+        # A second call must not touch the model, which may have been narrowed again.
+        self._comms, self._replaced = [], []
         if self._counted is not None:
             self._counted.remove()
 
@@ -113,7 +116,8 @@ def narrow_all_gather(
     Args:
         model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
         optimizer: shards are encoded after each of its steps, when all sizes are exchanged at once.
-            Without it, each gather of a changed shard takes a second round.
+            Of several, the one that steps last. Without it, each gather of a changed shard takes a
+            second round, and steps of the ledger end by ``ledger.end_step()``.
         treatment: what every receiver keeps of a shard, hence what need not be sent: ``value`` (as
             much memory as the gathered parameters), ``exponent`` (a byte a parameter), ``coded``
             (nothing), or ``raw``, which sends all.
@@ -132,8 +136,10 @@ def narrow_all_gather(
         ValueError: an argument is not allowed, or the model cannot be narrowed.
         SettingsError: the ranks were given different arguments or models.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    groups = [group for part in models for group in param_groups(part)]
+    models = [model] if isinstance(model, nn.Module) else model
+    if not isinstance(models, Iterable):
+        raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
+    groups = param_groups(*models)
     if not groups:
         raise ValueError(
             "the model has no parameters that FSDP2 shards over more than one rank: call "
@@ -146,23 +152,26 @@ def narrow_all_gather(
         "block_check": block_check,
         "coder": coder,
         "verify_interval": verify_interval,
-        "parameters": parameters,
+        "parameters": list(parameters) if isinstance(parameters, list | tuple) else parameters,
+        "volume": volume,
     }
     error = None
     try:
-        schemes = _check(groups, settings)
+        schemes = _check(groups, optimizer, settings)
     except ValueError as wrong:
         error = wrong
     _check_agreement(groups, settings, error)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
     comms = [
-        NarrowAllGather(g, schemes, find_coder(coder), verify_interval, ledger) for g in groups
+        NarrowAllGather(group, schemes, find_coder(coder), verify_interval, ledger)
+        for group in groups
+        if treatment == "raw" or any(schemes[p.name].treatment != "raw" for p in group.params)
     ]
     return NarrowedModel(comms, optimizer, counted)
 
 
-def _check(groups: list[ParamGroup], settings: dict[str, Any]) -> dict[str, Scheme]:
+def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> dict[str, Scheme]:
     """Each parameter's scheme.
 
     Raises:
@@ -172,9 +181,18 @@ def _check(groups: list[ParamGroup], settings: dict[str, Any]) -> dict[str, Sche
         if settings[name] not in get_args(literal):
             allowed = ", ".join(map(repr, get_args(literal)))
             raise ValueError(f"{name} = {settings[name]!r}; allowed: {allowed}")
-    for name, least, allowed in (("block_size", 1, ""), ("verify_interval", 0, " (never)")):
-        if type(settings[name]) is not int or settings[name] < least:
-            raise ValueError(f"{name} = {settings[name]!r}; allowed: {least}{allowed} and more")
+    for name, least, most in (("block_size", 1, MAX_RUN_VALUES), ("verify_interval", 0, None)):
+        value = settings[name]
+        if type(value) is not int or value < least or (most is not None and value > most):
+            allowed = f"{least} to {most}" if most else f"{least} (never) and more"
+            raise ValueError(f"{name} = {value!r}; allowed: {allowed}")
+    if not isinstance(settings["volume"], bool):
+        raise ValueError(f"volume = {settings['volume']!r}; allowed: True, False")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer = {optimizer!r}; allowed: a torch.optim.Optimizer (of several, the one "
+            "that steps last), or None"
+        )
     find_coder(settings["coder"])
     _check_plain(groups)
     patterns = settings["parameters"]
@@ -203,18 +221,20 @@ def _check_agreement(
         ValueError: this rank's ``error``, or another's.
         SettingsError: the ranks differ.
     """
-    mine = [(str(settings), [(group.name, group.params, group.numels) for group in groups])]
+    shapes = [(group.name, group.params, group.numels) for group in groups]
+    mine = (str(error) if error else "", settings, repr(shapes))
     for process_group in {group.process_group: None for group in groups}:
         theirs: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(theirs, (str(error) if error else "", *mine), process_group)
+        dist.all_gather_object(theirs, mine, process_group)
         ranks = dist.get_process_group_ranks(process_group)
-        for rank, (message, _) in zip(ranks, theirs, strict=True):
+        for rank, (message, *_) in zip(ranks, theirs, strict=True):
             if message and error is None:
                 error = ValueError(f"on rank {rank}: {message}")
-        by_rank = {rank: other[0] for rank, (_, other) in zip(ranks, theirs, strict=True)}
-        if error is None and len(set(by_rank.values())) > 1:
-            raise SettingsError(f"ranks were given different settings: {by_rank}")
-        if error is None and len({repr(other[1]) for _, other in theirs}) > 1:
+        for name in settings if error is None else ():
+            by_rank = {r: other[1][name] for r, other in zip(ranks, theirs, strict=True)}
+            if len({repr(value) for value in by_rank.values()}) > 1:
+                raise SettingsError(f"ranks were given different settings of {name!r}: {by_rank}")
+        if error is None and len({other[2] for other in theirs}) > 1:
             raise SettingsError(
                 f"ranks {ranks} shard different parameters over the same process group: build the "
                 "same model with the same fully_shard calls on every rank"

@@ -34,7 +34,7 @@ _BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever
 
 
 # A run of 16-bit values then makes two zstd blocks, and its temporaries stay in a CPU's cache.
-_MAX_RUN_VALUES = 1 << 17
+MAX_RUN_VALUES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def make_runs(
         layout, scheme, left = floats.LAYOUTS.get(dtype), schemes[name], numel
         if layout is None:
             layout, scheme, left = _BYTES, Scheme("raw"), numel * dtype.itemsize
-        limit = max(_MAX_RUN_VALUES // scheme.block_size, 1) * scheme.block_size
+        limit = max(MAX_RUN_VALUES // scheme.block_size, 1) * scheme.block_size
         while left > 0:
             open_run = runs[-1] if runs else None
             if (
@@ -268,7 +268,7 @@ class NarrowAllGather(AllGather):
             changes = self._changes(state, kept, shard_bytes) if self.ledger else {}
         except Exception as error:
             payload = wire.pack_failure(
-                f"{type(error).__name__}: {error}",
+                f"{type(error).__name__}: {error}".partition("\n")[0],
                 num_runs=len(state.runs),
                 settings=state.settings,
                 sequence=state.sequence,

@@ -235,7 +235,8 @@ def unpack_body(head: Head, body: Tensor) -> list[Encoded]:
     if checksum(body) != head.body_checksum:
         raise PayloadError("has a body that fails its checksum: it was damaged on its way")
     if head.status == Status.FAILED:
-        raise SenderError(bytes(body.cpu().numpy()).decode(errors="replace"))
+        message = bytes(body.cpu().numpy()).decode(errors="replace")
+        raise SenderError(f"says that its rank could not encode: {message}")
     if sum(size for _, sizes in head.runs for size in sizes) != body.numel():
         raise PayloadError("has sections that do not add up to its body")
     sections = iter(body.split([size for _, sizes in head.runs for size in sizes]))
