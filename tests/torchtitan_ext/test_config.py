@@ -78,8 +78,8 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
             {"block_size": 0},
             "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 131072",
         ),
-        ({"block_size": True}, "narrowcast.all_gather.block_size = True: must be a positive"),
-        ({"block_size": "512"}, "narrowcast.all_gather.block_size = '512': must be a positive"),
+        ({"block_size": True}, "narrowcast.all_gather.block_size = True: must be an integer"),
+        ({"block_size": "512"}, "narrowcast.all_gather.block_size = '512': must be an integer"),
         (
             {"verify_interval": -1},
             "narrowcast.all_gather.verify_interval = -1: must be an integer of at least 0",
