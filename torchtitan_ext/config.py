@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 
+# narrowcast.allgather.comm.MAX_RUN_VALUES, which would take an import of torch.
+MAX_BLOCK_SIZE = 131072
+
+
 @dataclass(kw_only=True, slots=True)
 class AllGatherConfig:
     enable: bool = False
@@ -30,7 +34,9 @@ class AllGatherConfig:
     and the exponents of the blocks that changed, which is the form of the CIERA paper.
     """
 
-    block_size: int = field(default=512, metadata={"allowed": "an integer from 1 to 131072"})
+    block_size: int = field(
+        default=512, metadata={"allowed": f"an integer from 1 to {MAX_BLOCK_SIZE}"}
+    )
     """Values per block of exponent_exchange "blocks"."""
 
     block_check: Literal["compare", "hash"] = "compare"
@@ -60,7 +66,7 @@ class AllGatherConfig:
         _check(
             "narrowcast.all_gather",
             self,
-            block_size=_is_int(self.block_size, at_least=1) and self.block_size <= 131072,
+            block_size=_is_int(self.block_size, at_least=1) and self.block_size <= MAX_BLOCK_SIZE,
             verify_interval=_is_int(self.verify_interval, at_least=0),
             parameters=_is_patterns(self.parameters),
         )

@@ -61,24 +61,25 @@ def _damage_cache(handle: NarrowedModel) -> None:
                 state.kept[0][0][0] ^= 1
 
 
+def _encode_with(coder: Zstd, handle: NarrowedModel) -> None:
+    """On one rank, encodes everything from now on with another coder."""
+    if _is_culprit():
+        for comm in handle._comms:
+            comm.coder = coder
+            for state in comm.states.values():
+                state.prepared = None
+
+
 def _fail_to_encode(handle: NarrowedModel) -> None:
     class Broken(Zstd):
         def encode(self, data: torch.Tensor) -> torch.Tensor:
             raise MemoryError("no memory for the coder")
 
-    if _is_culprit():
-        for comm in handle._comms:
-            comm.coder = Broken()
-            for state in comm.states.values():
-                state.prepared = None
+    _encode_with(Broken(), handle)
 
 
 def _other_coder(handle: NarrowedModel) -> None:
-    if _is_culprit():
-        for comm in handle._comms:
-            comm.coder = Zstd(wire_version=2)
-            for state in comm.states.values():
-                state.prepared = None
+    _encode_with(Zstd(wire_version=2), handle)
 
 
 def _other_stream(handle: NarrowedModel) -> None:
@@ -88,11 +89,7 @@ def _other_stream(handle: NarrowedModel) -> None:
         def encode(self, data: torch.Tensor) -> torch.Tensor:
             return torch.full((9,), 7, dtype=torch.uint8)
 
-    if _is_culprit():
-        for comm in handle._comms:
-            comm.coder = NotZstd()
-            for state in comm.states.values():
-                state.prepared = None
+    _encode_with(NotZstd(), handle)
 
 
 def _flip_magic(handle: NarrowedModel) -> None:

@@ -221,3 +221,10 @@ def test_the_reference_page_shows_the_sections_as_they_are():
     page = DOCS.read_text(encoding="utf-8")
     assert toml_reference.with_tables(page) == page
     assert "| `block_size` | `int` | `512` | an integer from 1 to 131072 |" in page
+
+
+def test_the_largest_block_is_the_librarys_largest_run():
+    from narrowcast.allgather.comm import MAX_RUN_VALUES
+    from torchtitan_ext.config import MAX_BLOCK_SIZE
+
+    assert MAX_BLOCK_SIZE == MAX_RUN_VALUES
