@@ -14,6 +14,7 @@ from torchtitan_ext.config import (
     AllGatherConfig,
     JobConfig,
     NarrowcastConfig,
+    ReduceScatterConfig,
     VolumeConfig,
     with_narrowcast,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "AllGatherConfig",
     "JobConfig",
     "NarrowcastConfig",
+    "ReduceScatterConfig",
     "VolumeConfig",
     "from_toml",
     "with_narrowcast",

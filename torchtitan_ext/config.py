@@ -73,6 +73,29 @@ class AllGatherConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class ReduceScatterConfig:
+    enable: bool = False
+    """
+    Send gradients coded, each contribution to its owner, which sums them in the order of the ranks.
+    Every contribution arrives to the last bit. The sum is one in fp32 (or the reduce dtype) in a
+    fixed order: a run repeats to the bit, whatever the backend. It is plain FSDP2's to the bit at
+    two ranks; at more, where the backend sums in another order, it differs as two orders do.
+    """
+
+    treatment: Literal["coded", "raw"] = "coded"
+    """
+    "coded": the bits that bf16 gradients cast to fp32 hold, exponents and zeros entropy-coded.
+    "raw": all bits, by the same exchange and with the same sum.
+    """
+
+    coder: Literal["auto", "zstd"] = "auto"
+    """Entropy coder. "auto" takes the fastest one that works on the gradients' device."""
+
+    def __post_init__(self) -> None:
+        _check("narrowcast.reduce_scatter", self)
+
+
+@dataclass(kw_only=True, slots=True)
 class VolumeConfig:
     enable: bool = True
     """
@@ -87,6 +110,7 @@ class VolumeConfig:
 @dataclass(kw_only=True, slots=True)
 class NarrowcastConfig:
     all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
+    reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
     volume: VolumeConfig = field(default_factory=VolumeConfig)
 
 

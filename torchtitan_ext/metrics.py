@@ -25,10 +25,15 @@ def layout() -> dict[str, dict[str, list]]:
         "Communication volume": {
             "bytes sent a step, by collective": lines(*(f"bytes/{c}" for c in COLLECTIVES)),
             "bytes plain torch would send": lines(*(f"plain_bytes/{c}" for c in COLLECTIVES)),
-            "ratio of sent to plain": lines("ratio/all", "ratio/all_gather"),
-            "bits a parameter": lines(
-                "bits_per_parameter/first_gather", "bits_per_parameter/later_gathers"
+            "ratio of sent to plain": lines(
+                "ratio/all", "ratio/all_gather", "ratio/reduce_scatter"
             ),
+            "bits a parameter": lines(
+                "bits_per_parameter/first_gather",
+                "bits_per_parameter/later_gathers",
+                "bits_per_parameter/gradients",
+            ),
+            "share of gradients that are zero": lines("zero_gradients"),
         },
         "Changes since the last step": {
             "share of changed exponents": by_shard_type("changed_exponents"),
@@ -73,4 +78,6 @@ def _console_line(step: int, volume: StepVolume) -> str:
         line += f"  bits a parameter: first gather {volume.first.bits_per_parameter:.2f}"
     if volume.later.parameters:
         line += f", later {volume.later.bits_per_parameter:.2f}"
+    if volume.gradients.parameters:
+        line += f", gradients {volume.gradients.bits_per_parameter:.2f}"
     return line

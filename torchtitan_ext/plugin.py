@@ -1,10 +1,13 @@
 """What narrowcast adds to torchtitan's trainer, once the trainer has built model and optimizer."""
 
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
+from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
 from narrowcast.volume import CountedModel, Ledger, count_volume
 from torchtitan_ext.metrics import MetricsPlugin
@@ -18,14 +21,26 @@ class TrainerPlugin:
 
     Attributes:
         narrowed: the handle of the narrowed all-gathers; None where they are plain FSDP2's.
+        narrowed_gradients: the same of the reduce-scatters.
     """
 
     narrowed: NarrowedModel | None = None
+    narrowed_gradients: NarrowedGradients | None = None
     _counted: CountedModel | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.narrowed, self._counted = _install(config, self.model_parts, self.optimizers)
+        switches = config.narrowcast
+        if switches.all_gather.enable:
+            self.narrowed = _install(
+                narrow_all_gather, config, "all_gather", self.model_parts, self.optimizers
+            )
+        if switches.reduce_scatter.enable:
+            self.narrowed_gradients = _install(
+                narrow_reduce_scatter, config, "reduce_scatter", self.model_parts, self.optimizers
+            )
+        if switches.volume.enable and not self._handles():
+            self._counted = count_volume(param_groups(*self.model_parts), self.optimizers)
         ledger = self._ledger()
         self.metrics_processor.ledger = ledger
         if ledger is not None:
@@ -34,43 +49,29 @@ class TrainerPlugin:
 
     def close(self) -> None:
         """Give the model back its own collectives, then close the trainer."""
-        for handle in (self.narrowed, self._counted):
-            if handle is not None:
-                handle.remove()
+        for handle in self._handles():
+            handle.remove()
         super().close()
 
+    def _handles(self) -> list[NarrowedModel | NarrowedGradients | CountedModel]:
+        handles = (self.narrowed, self.narrowed_gradients, self._counted)
+        return [handle for handle in handles if handle is not None]
+
     def _ledger(self) -> Ledger | None:
-        handle = self.narrowed or self._counted
-        return handle.ledger if handle is not None else None
+        return next((handle.ledger for handle in self._handles()), None)
 
 
 def _install(
-    config: Any, model_parts: list[torch.nn.Module], optimizers: Any
-) -> tuple[NarrowedModel | None, CountedModel | None]:
-    """Narrow the all-gathers, or count what plain ones send, or do nothing, as the switches say.
+    narrow: Callable, config: Any, section: str, model_parts: list[torch.nn.Module], optimizers: Any
+) -> Any:
+    """Narrow collectives as a section says, whose keys but `enable` are the arguments.
 
     Raises:
         ValueError: the model cannot be narrowed; the message names the switch.
     """
-    switches = config.narrowcast.all_gather
-    counts = config.narrowcast.volume.enable
-    if not switches.enable:
-        return None, count_volume(param_groups(*model_parts), optimizers) if counts else None
+    switches = getattr(config.narrowcast, section)
+    arguments = {f.name: getattr(switches, f.name) for f in fields(switches) if f.name != "enable"}
     try:
-        narrowed = narrow_all_gather(
-            model_parts,
-            optimizers,
-            treatment=switches.treatment,
-            exponent_exchange=switches.exponent_exchange,
-            block_size=switches.block_size,
-            block_check=switches.block_check,
-            coder=switches.coder,
-            verify_interval=switches.verify_interval,
-            parameters=switches.parameters,
-            volume=counts,
-        )
+        return narrow(model_parts, optimizers, volume=config.narrowcast.volume.enable, **arguments)
     except ValueError as error:
-        raise ValueError(
-            f"narrowcast.all_gather.enable = true cannot work here: {error}"
-        ) from error
-    return narrowed, None
+        raise ValueError(f"narrowcast.{section}.enable = true cannot work here: {error}") from error

@@ -9,11 +9,13 @@ from narrowcast.allgather.wire import (
     SettingsError,
     VerificationError,
 )
+from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.volume import Ledger
 
 __all__ = [
     "Ledger",
     "NarrowcastError",
+    "NarrowedGradients",
     "NarrowedModel",
     "OutOfStepError",
     "PayloadError",
@@ -21,4 +23,5 @@ __all__ = [
     "SettingsError",
     "VerificationError",
     "narrow_all_gather",
+    "narrow_reduce_scatter",
 ]

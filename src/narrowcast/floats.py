@@ -65,8 +65,8 @@ def sign_mantissa(bits_N: Tensor, layout: FloatLayout) -> Tensor:
     fp32 keeps 3 bytes a value; fp16 keeps the low 8 of its 11 bits as a byte a value, followed by
     the upper 3 bits of eight values in every 3 bytes.
     """
-    mantissa = bits_N & ((1 << layout.mantissa_bits) - 1)
-    field = mantissa | ((bits_N < 0).to(layout.bits) << layout.mantissa_bits)
+    sign = (bits_N >> layout.exponent_bits).bitwise_and_(1 << layout.mantissa_bits)
+    field = sign.bitwise_or_(bits_N & ((1 << layout.mantissa_bits) - 1))
     if layout.dtype == torch.bfloat16:
         return field.to(torch.uint8)
     if layout.dtype == torch.float32:

@@ -23,12 +23,23 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-__all__ = ["AllGather", "ParamGroup", "ReduceScatter", "count_collectives", "param_groups"]
+__all__ = [
+    "AllGather",
+    "ParamGroup",
+    "ReduceScatter",
+    "count_collectives",
+    "is_default",
+    "param_groups",
+    "reduction",
+]
 
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -72,10 +83,6 @@ class ParamGroup:
         self._group._all_gather_comm = comm
 
     @property
-    def has_default_all_gather(self) -> bool:
-        return type(self._group._all_gather_comm) is DefaultAllGather
-
-    @property
     def reduce_scatter(self) -> ReduceScatter:
         return self._group._reduce_scatter_comm
 
@@ -96,6 +103,11 @@ class ParamGroup:
             for param, info in zip(self._group.fsdp_params, self.params, strict=True)
         ]
         return torch.cat(pieces)
+
+
+def is_default(comm: AllGather | ReduceScatter) -> bool:
+    """Whether a collective is the one that FSDP2 gives every group."""
+    return type(comm) in (DefaultAllGather, DefaultReduceScatter)
 
 
 def param_groups(*models: nn.Module) -> list[ParamGroup]:
@@ -138,6 +150,21 @@ def _plain_name(name: str) -> str:
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
+
+
+def reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int) -> tuple[float, int]:
+    """What each contribution is multiplied by, and their sum divided by, for a reduce operation.
+
+    Raises:
+        ValueError: it is none that FSDP2 asks for.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1, 1
+    if op == dist.ReduceOp.AVG:
+        return 1, world_size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return op.factor, 1  # not documented
+    raise ValueError(f"reduce operation {op}; allowed: SUM, AVG, PREMUL_SUM")
 
 
 class WorkThatFinishes(dist._Work):

@@ -108,6 +108,17 @@ class GatherVolume:
 
 
 @dataclass
+class GradientVolume(GatherVolume):
+    """Contributions to gradients that were sent to their owners, and the bits sent for them.
+
+    ``zeros`` is how many of the ``examined`` ones were zero: all of those that were coded.
+    """
+
+    examined: int = 0
+    zeros: int = 0
+
+
+@dataclass
 class StepVolume:
     """What one step sent.
 
@@ -115,6 +126,7 @@ class StepVolume:
         sent, plain: bytes of each collective that this rank sent, and that plain torch would have.
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
+        gradients: all reductions of the step.
         changes: by kind of shard; empty where nothing is kept to compare with.
         kept_bytes: memory of what receivers keep, at the end of the step.
     """
@@ -123,6 +135,7 @@ class StepVolume:
     plain: Counter[str] = field(default_factory=Counter)
     first: GatherVolume = field(default_factory=GatherVolume)
     later: GatherVolume = field(default_factory=GatherVolume)
+    gradients: GradientVolume = field(default_factory=GradientVolume)
     changes: dict[str, Changes] = field(default_factory=dict)
     kept_bytes: int = 0
 
@@ -141,13 +154,16 @@ class StepVolume:
         for name in COLLECTIVES:
             scalars[f"narrowcast/bytes/{name}"] = self.sent[name]
             scalars[f"narrowcast/plain_bytes/{name}"] = self.plain[name]
-        if self.plain["all_gather"]:
-            scalars["narrowcast/ratio/all_gather"] = (
-                self.sent["all_gather"] / self.plain["all_gather"]
-            )
-        for name, volume in (("first_gather", self.first), ("later_gathers", self.later)):
+        for name in ("all_gather", "reduce_scatter"):
+            if self.plain[name]:
+                scalars[f"narrowcast/ratio/{name}"] = self.sent[name] / self.plain[name]
+        volumes = {"first_gather": self.first, "later_gathers": self.later}
+        for name, volume in (*volumes.items(), ("gradients", self.gradients)):
             if volume.parameters:
                 scalars[f"narrowcast/bits_per_parameter/{name}"] = volume.bits_per_parameter
+        if self.gradients.examined:
+            share = self.gradients.zeros / self.gradients.examined
+            scalars["narrowcast/zero_gradients"] = share
         for kind, changes in self.changes.items():
             exponents, blocks = changes.changed_exponents, changes.changed_blocks
             scalars[f"narrowcast/changed_exponents/{kind}"] = exponents / changes.values
@@ -160,25 +176,25 @@ class StepVolume:
 
 def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
     """A step over all ranks of the job, each of which must call this: the bytes of the worst rank
-    in each collective and in memory; parameters, bits and changes of all together."""
+    in each collective and in memory; parameters, bits, zeros and changes of all together."""
     no_changes = Changes()
     worst = [counts[name] for counts in (volume.sent, volume.plain) for name in COLLECTIVES]
     worst.append(volume.kept_bytes)
-    gathers = [volume.first.parameters, volume.first.bits]
-    gathers += [volume.later.parameters, volume.later.bits]
-    changes = [astuple(volume.changes.get(kind, no_changes)) for kind in SHARD_TYPES]
-    total = gathers + [count for counts in changes for count in counts]
+    parts = (volume.first, volume.later, volume.gradients)
+    parts += tuple(volume.changes.get(kind, no_changes) for kind in SHARD_TYPES)
+    total = [count for part in parts for count in astuple(part)]
     worst, total = (torch.tensor(counts, device=device) for counts in (worst, total))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     dist.all_reduce(total, op=dist.ReduceOp.SUM)
     *worst, kept_bytes = worst.tolist()
     sent, plain = worst[: len(COLLECTIVES)], worst[len(COLLECTIVES) :]
-    gathers, changes = total[:4].tolist(), total[4:].view(len(SHARD_TYPES), -1).tolist()
+    volumes, changes = total[:8].tolist(), total[8:].view(len(SHARD_TYPES), -1).tolist()
     return StepVolume(
         sent=Counter(dict(zip(COLLECTIVES, sent, strict=True))),
         plain=Counter(dict(zip(COLLECTIVES, plain, strict=True))),
-        first=GatherVolume(*gathers[:2]),
-        later=GatherVolume(*gathers[2:]),
+        first=GatherVolume(*volumes[:2]),
+        later=GatherVolume(*volumes[2:4]),
+        gradients=GradientVolume(*volumes[4:]),
         changes={
             kind: Changes(*counts)
             for kind, counts in zip(SHARD_TYPES, changes, strict=True)
@@ -210,6 +226,34 @@ class Ledger:
         self.steps = 0
         self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
+        self._holds = 0
+        self._groups: list[ParamGroup] = []
+        self._hook: RemovableHandle | None = None
+
+    def hold(self, groups: list[ParamGroup], optimizer: Optimizer | None) -> None:
+        """Counts these groups until as many calls of ``release``; see ``count_volume``."""
+        self._holds += 1
+        for group in groups:
+            if ledger_of(group) is None:
+                group.all_gather = CountedAllGather(group, group.all_gather, self)
+                group.reduce_scatter = CountedReduceScatter(group.reduce_scatter, self)
+                self._groups.append(group)
+        if optimizer is not None and self._hook is None:
+            self._hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
+        self.start()
+
+    def release(self) -> None:
+        self._holds -= 1
+        if self._holds:
+            return
+        for group in self._groups:
+            group.all_gather = uncounted(group.all_gather)
+            group.reduce_scatter = uncounted(group.reduce_scatter)
+        self._groups = []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        self.stop()
 
     def start(self) -> None:
         if self._stop_counting is None:
@@ -256,6 +300,17 @@ class Ledger:
         for kind, counted in changes.items():
             step.changes[kind] = step.changes.get(kind, Changes()) + counted
         self._gathered.add(group)
+
+    def record_reduction(
+        self, parameters: int, sent_bytes: int, examined: int = 0, zeros: int = 0
+    ) -> None:
+        """Notes what this rank sent of its contributions in one reduction: how many of them, in
+        how many bytes, and how many of the ``examined`` ones were ``zeros``."""
+        volume = self.current.gradients
+        volume.parameters += parameters
+        volume.bits += 8 * sent_bytes
+        volume.examined += examined
+        volume.zeros += zeros
 
     def _inside_named(self) -> bool:
         return getattr(_caller_counts, "value", False)
@@ -308,44 +363,71 @@ class CountedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        shard_bytes = output_tensor.numel() * output_tensor.element_size()
-        self.ledger.add("reduce_scatter", (group.size() - 1) * shard_bytes)
+        num_values = (group.size() - 1) * output_tensor.numel()
+        sent_bytes = num_values * output_tensor.element_size()
+        self.ledger.add("reduce_scatter", sent_bytes)
+        self.ledger.record_reduction(num_values, sent_bytes)
         with self.ledger.named():
             return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 
 @dataclass
 class CountedModel:
-    """What ``count_volume`` returns."""
+    """What ``count_volume`` returns: a hold on a ledger that counts as long as anybody has one."""
 
     ledger: Ledger
-    _plain: list[tuple[ParamGroup, AllGather, ReduceScatter]]
-    _hook: RemovableHandle | None
+    _released: bool = False
 
     def remove(self) -> None:
-        """Ends the counting, and gives the model back its own collectives."""
-        for group, all_gather, reduce_scatter in self._plain:
-            group.all_gather = all_gather
-            group.reduce_scatter = reduce_scatter
-        self._plain = []  # a second call must not touch the model, which may be counted again
-        if self._hook is not None:
-            self._hook.remove()
-        self.ledger.stop()
+        """Ends the counting and gives the model back its own collectives, if nobody else counts."""
+        if not self._released:
+            self._released = True
+            self.ledger.release()
 
 
 def count_volume(groups: list[ParamGroup], optimizer: Optimizer | None = None) -> CountedModel:
-    """Counts what a sharded model sends, and changes nothing of it.
+    """Counts what a sharded model sends, and changes nothing of it. A model that is counted already
+    stays with its ledger.
 
     Args:
         groups: of the model, from ``param_groups``.
         optimizer: a step of the ledger ends with each of its steps; without it, call
             ``ledger.end_step`` yourself.
     """
-    ledger = Ledger()
-    plain = [(group, group.all_gather, group.reduce_scatter) for group in groups]
-    for group, all_gather, reduce_scatter in plain:
-        group.all_gather = CountedAllGather(group, all_gather, ledger)
-        group.reduce_scatter = CountedReduceScatter(reduce_scatter, ledger)
-    hook = optimizer.register_step_post_hook(lambda *_: ledger.end_step()) if optimizer else None
-    ledger.start()
-    return CountedModel(ledger, plain, hook)
+    ledger = next((found for group in groups if (found := ledger_of(group))), None) or Ledger()
+    ledger.hold(groups, optimizer)
+    return CountedModel(ledger)
+
+
+def check_volume(groups: list[ParamGroup], optimizer: Any, volume: Any) -> None:
+    """Whether a model can be counted (``volume``), or not counted, as its caller wishes.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not isinstance(volume, bool):
+        raise ValueError(f"volume = {volume!r}; allowed: True, False")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"optimizer = {optimizer!r}; allowed: a torch.optim.Optimizer (of several, the one "
+            "that steps last), or None"
+        )
+    for group in groups:
+        for comm in (group.all_gather, group.reduce_scatter):
+            if hasattr(comm, "ledger") and (comm.ledger is not None) != volume:
+                raise ValueError(
+                    f"volume = {volume}, but the model's bytes are "
+                    f"{'not counted' if volume else 'counted'} since it was narrowed before: give "
+                    "both calls the same volume"
+                )
+
+
+def ledger_of(group: ParamGroup) -> Ledger | None:
+    """The ledger that counts a parameter group, if any does."""
+    comms = (group.all_gather, group.reduce_scatter)
+    return next((comm.ledger for comm in comms if getattr(comm, "ledger", None)), None)
+
+
+def uncounted(comm: AllGather | ReduceScatter) -> AllGather | ReduceScatter:
+    """A group's collective itself, without the one that counts it."""
+    return comm.inner if isinstance(comm, CountedAllGather | CountedReduceScatter) else comm

@@ -11,7 +11,7 @@ from torch import nn
 from narrowcast import NarrowedModel, narrow_all_gather
 from narrowcast.allgather.coders import CODERS, Zstd
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.torch_internals import param_groups
+from narrowcast.torch_internals import is_default, param_groups
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import Setup, build, narrow, train
 from tests.ranks import Raised
@@ -255,7 +255,7 @@ def _removed_twice() -> tuple[bool, int]:
     train(Setup(), model, optimizer)
     sent = new.ledger.last.sent["all_gather"]
     new.remove()
-    plain = all(group.has_default_all_gather for group in param_groups(model))
+    plain = all(is_default(group.all_gather) for group in param_groups(model))
     return narrowed and plain, sent
 
 

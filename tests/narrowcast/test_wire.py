@@ -196,7 +196,7 @@ def test_a_number_that_this_release_does_not_know_is_an_error(status_or_form):
 
 def test_a_failed_rank_sends_what_went_wrong():
     payload = wire.pack_failure(
-        "OSError: не читается", num_runs=4, settings=7, sequence=3, device=CPU
+        OSError("не читается"), num_runs=4, settings=7, sequence=3, device=CPU
     )
     assert head_of(payload, num_runs=4).status == Status.FAILED
     with pytest.raises(SenderError, match="OSError: не читается"):
@@ -208,7 +208,7 @@ def test_a_failed_rank_sends_what_went_wrong():
 
 @pytest.mark.parametrize("message", ["a lone surrogate: \udcff", "long " * 10_000])
 def test_any_message_of_a_failed_rank_arrives(message):
-    payload = wire.pack_failure(message, num_runs=2, settings=7, sequence=3, device=CPU)
+    payload = wire.pack_failure(OSError(message), num_runs=2, settings=7, sequence=3, device=CPU)
     with pytest.raises(SenderError):
         receive(payload, num_runs=2)
 
@@ -216,7 +216,7 @@ def test_any_message_of_a_failed_rank_arrives(message):
 def test_ranks_that_agree_pass():
     head = head_of(pack(), num_runs=4)
     failed = head_of(
-        wire.pack_failure("no", num_runs=4, settings=7, sequence=3, device=CPU), num_runs=4
+        wire.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=3, device=CPU), num_runs=4
     )
     wire.check_agreement({0: head})
     wire.check_agreement({4: head, 6: replace(head, body_size=1, body_checksum=2, runs=())})
@@ -245,7 +245,7 @@ def test_ranks_that_disagree_all_come_to_the_same_named_error(change, error, sai
 
 
 def test_a_failed_rank_out_of_step_is_out_of_step():
-    failed = wire.pack_failure("no", num_runs=4, settings=7, sequence=0, device=CPU)
+    failed = wire.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=0, device=CPU)
     with pytest.raises(OutOfStepError):
         wire.check_agreement({0: head_of(pack(), 4), 1: head_of(failed, 4)})
 

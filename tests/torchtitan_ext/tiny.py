@@ -12,10 +12,9 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor
 
-from narrowcast.torch_internals import param_groups
+from narrowcast.torch_internals import is_default, param_groups
 
 TOML = """
 hf_assets_path = "{corpus}"
@@ -129,8 +128,8 @@ def is_untouched(toml: str) -> bool:
         groups = param_groups(trainer.model_parts[0])
         return (
             dist.all_reduce is all_reduce
-            and all(group.has_default_all_gather for group in groups)
-            and all(type(group.reduce_scatter) is DefaultReduceScatter for group in groups)
+            and all(is_default(group.all_gather) for group in groups)
+            and all(is_default(group.reduce_scatter) for group in groups)
             and not trainer.optimizers._optimizer_step_post_hooks
         )
 

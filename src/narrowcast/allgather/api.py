@@ -11,13 +11,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
 from narrowcast.allgather.comm import MAX_RUN_VALUES, NarrowAllGather
 from narrowcast.allgather.exchange import largest_sizes
-from narrowcast.allgather.wire import SettingsError
-from narrowcast.torch_internals import ParamGroup, param_groups
-from narrowcast.volume import CountedModel, all_reduce_bytes, count_volume
+from narrowcast.torch_internals import ParamGroup, is_default
+from narrowcast.volume import (
+    CountedModel,
+    all_reduce_bytes,
+    check_volume,
+    count_volume,
+    uncounted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -136,15 +142,7 @@ def narrow_all_gather(
         ValueError: an argument is not allowed, or the model cannot be narrowed.
         SettingsError: the ranks were given different arguments or models.
     """
-    models = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(models, Iterable):
-        raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
-    groups = param_groups(*models)
-    if not groups:
-        raise ValueError(
-            "the model has no parameters that FSDP2 shards over more than one rank: call "
-            "torch.distributed.fsdp.fully_shard on it first"
-        )
+    groups = sharded_groups(model)
     settings = {
         "treatment": treatment,
         "exponent_exchange": exponent_exchange,
@@ -160,7 +158,7 @@ def narrow_all_gather(
         schemes = _check(groups, optimizer, settings)
     except ValueError as wrong:
         error = wrong
-    _check_agreement(groups, settings, error)
+    check_settings(groups, settings, error)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
     comms = [
@@ -186,13 +184,7 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
         if type(value) is not int or value < least or (most is not None and value > most):
             allowed = f"{least} to {most}" if most else f"{least} (never) and more"
             raise ValueError(f"{name} = {value!r}; allowed: {allowed}")
-    if not isinstance(settings["volume"], bool):
-        raise ValueError(f"volume = {settings['volume']!r}; allowed: True, False")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            f"optimizer = {optimizer!r}; allowed: a torch.optim.Optimizer (of several, the one "
-            "that steps last), or None"
-        )
+    check_volume(groups, optimizer, settings["volume"])
     find_coder(settings["coder"])
     _check_plain(groups)
     patterns = settings["parameters"]
@@ -212,37 +204,6 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     return {name: scheme if name in treated else Scheme("raw") for name in names}
 
 
-def _check_agreement(
-    groups: list[ParamGroup], settings: dict[str, Any], error: ValueError | None
-) -> None:
-    """Compares settings and parameters among the ranks that gather together.
-
-    Raises:
-        ValueError: this rank's ``error``, or another's.
-        SettingsError: the ranks differ.
-    """
-    shapes = [(group.name, group.params, group.numels) for group in groups]
-    mine = (str(error) if error else "", settings, repr(shapes))
-    for process_group in {group.process_group: None for group in groups}:
-        theirs: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(theirs, mine, process_group)
-        ranks = dist.get_process_group_ranks(process_group)
-        for rank, (message, *_) in zip(ranks, theirs, strict=True):
-            if message and error is None:
-                error = ValueError(f"on rank {rank}: {message}")
-        for name in settings if error is None else ():
-            by_rank = {r: other[1][name] for r, other in zip(ranks, theirs, strict=True)}
-            if len({repr(value) for value in by_rank.values()}) > 1:
-                raise SettingsError(f"ranks were given different settings of {name!r}: {by_rank}")
-        if error is None and len({other[2] for other in theirs}) > 1:
-            raise SettingsError(
-                f"ranks {ranks} shard different parameters over the same process group: build the "
-                "same model with the same fully_shard calls on every rank"
-            )
-    if error is not None:
-        raise error
-
-
 _CHOICES = {
     "treatment": Treatment,
     "exponent_exchange": ExponentExchange,
@@ -252,11 +213,12 @@ _CHOICES = {
 
 def _check_plain(groups: list[ParamGroup]) -> None:
     for group in groups:
-        if isinstance(group.all_gather, NarrowAllGather):
+        comm = uncounted(group.all_gather)
+        if isinstance(comm, NarrowAllGather):
             raise ValueError("the model is narrowed already: call remove() of its handle first")
-        if not group.has_default_all_gather:
+        if not is_default(comm):
             raise ValueError(
-                f"{group.name} has a {type(group.all_gather).__name__} as its all-gather, which "
+                f"{group.name} has a {type(comm).__name__} as its all-gather, which "
                 "narrowcast would replace. Leave out set_custom_all_gather, set_symm_mem_for_comm "
                 "and set_allocate_memory_from_process_group_for_comm"
             )

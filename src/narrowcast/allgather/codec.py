@@ -44,6 +44,10 @@ class Form(IntEnum):
     EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
     EXPONENT_DIFFERENCE = 3  # sign-and-mantissa plane, coded difference of exponents
     VALUE_DIFFERENCE = 4  # coded byte planes of the difference; nothing if unchanged
+    # Of gradients (``narrowcast.reducescatter.codec``):
+    ZEROS = 5  # nothing
+    PLANES = 6  # sign-and-mantissa plane, coded where that is smaller; coded exponents
+    HALVES = 7  # PLANES of the upper 16 bits; byte planes of the lower, coded where that is smaller
 
 
 SECTIONS: dict[Form, int] = {
@@ -52,6 +56,9 @@ SECTIONS: dict[Form, int] = {
     Form.EXPONENT_BLOCKS: 3,
     Form.EXPONENT_DIFFERENCE: 2,
     Form.VALUE_DIFFERENCE: 1,
+    Form.ZEROS: 0,
+    Form.PLANES: 2,
+    Form.HALVES: 3,
 }
 
 

@@ -11,8 +11,7 @@ rank, so that it is the same still when a later payload turns out not to decode.
 
 import hashlib
 import logging
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -268,7 +267,7 @@ class NarrowAllGather(AllGather):
             changes = self._changes(state, kept, shard_bytes) if self.ledger else {}
         except Exception as error:
             payload = wire.pack_failure(
-                f"{type(error).__name__}: {error}".partition("\n")[0],
+                error,
                 num_runs=len(state.runs),
                 settings=state.settings,
                 sequence=state.sequence,
@@ -396,15 +395,9 @@ class NarrowAllGather(AllGather):
                     "reset() of the handle on every rank, or restart from the last checkpoint"
                 )
 
-    @contextmanager
-    def _blamed(self, rank: int | None = None) -> Iterator[None]:
+    def _blamed(self, rank: int | None = None) -> AbstractContextManager[None]:
         """Says in an error which gather, and whose payload, it is about."""
-        try:
-            yield
-        except ValueError as error:
-            raise wire.PayloadError(f"{self._subject(rank)} does not decode: {error}") from error
-        except wire.NarrowcastError as error:
-            raise type(error)(f"{self._subject(rank)} {error}") from error
+        return wire.blamed(self._subject(rank))
 
     def _subject(self, rank: int | None) -> str:
         names = [param.name for param in self.group.params]

@@ -4,20 +4,23 @@ A payload is what one rank sends of one parameter group. It starts with a head o
 says what follows, and ends with a body of as many bytes as this shard took:
 
     head  +--------------------------------------------------------------------------------+
-          | magic, version | status | coder | settings | sequence | body size, checksum    |
-          | checksum of the shard itself (0: not asked for)                                |
+          | magic, version | status | coder | number of runs | settings | sequence         |
+          | body size, checksum | checksum of the shard itself (0: not asked for)           |
           | for each run: form, sizes of its three sections                                |
           | checksum of the head                                                           |
     body  | the sections, run after run (of a failed rank: what went wrong, as text)       |
           +--------------------------------------------------------------------------------+
 
 A run is a stretch of neighbouring parameters that share a scheme and a dtype. ``sequence`` counts
-the gathers that built what the sender keeps; a receiver with another count has other caches. Every
-check uses only bytes that every rank of the group received, so all ranks raise the same error.
+the gathers that built what the sender keeps; a receiver with another count has other caches (0 in a
+reduce-scatter, which keeps nothing). The checks of a gather use only bytes that every rank of the
+group received, so all ranks raise the same error.
 """
 
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -29,8 +32,10 @@ from narrowcast.allgather.codec import SECTIONS, Encoded, Form
 from narrowcast.allgather.coders import Coder
 
 MAGIC = b"NCAG"
-VERSION = 1
-_FIXED = struct.Struct("<4sBBBBQQQQQ")
+VERSION = 2
+_FIXED = struct.Struct("<4sBBBBIQQQQQ")
+_NUM_RUNS = struct.Struct("<I")  # within _FIXED
+_NUM_RUNS_OFFSET = 8
 _RUN = struct.Struct("<BQQQ")
 _CHECKSUM = struct.Struct("<I")
 
@@ -57,6 +62,17 @@ class SenderError(NarrowcastError):
 
 class VerificationError(NarrowcastError):
     """A shard that was rebuilt is not the shard that was sent, though every payload was sound."""
+
+
+@contextmanager
+def blamed(subject: str) -> Iterator[None]:
+    """Begins the message of an error with what it is about; decoding that fails is one."""
+    try:
+        yield
+    except ValueError as error:
+        raise PayloadError(f"{subject} does not decode: {error}") from error
+    except NarrowcastError as error:
+        raise type(error)(f"{subject} {error}") from error
 
 
 class Status(IntEnum):
@@ -140,9 +156,10 @@ def pack(
 
 
 def pack_failure(
-    message: str, *, num_runs: int, settings: int, sequence: int, device: torch.device
+    error: Exception, *, num_runs: int, settings: int, sequence: int, device: torch.device
 ) -> Tensor:
-    """The payload of a rank that could not encode: every rank raises ``message``, itself too."""
+    """The payload of a rank that could not encode: every rank raises its ``error``, itself too."""
+    message = f"{type(error).__name__}: {error}".partition("\n")[0]
     text = bytearray(message.encode(errors="replace"))
     body = torch.frombuffer(text, dtype=torch.uint8).to(device)
     runs = ((Form.RAW, ()),) * num_runs
@@ -151,7 +168,7 @@ def pack_failure(
 
 
 def _pack_head(head: Head) -> Tensor:
-    fields = (head.status, *head.coder, head.settings, head.sequence)
+    fields = (head.status, *head.coder, len(head.runs), head.settings, head.sequence)
     sizes = (head.body_size, head.body_checksum, head.shard_checksum)
     packed = bytearray(_FIXED.pack(MAGIC, VERSION, *fields, *sizes))
     for form, sections in head.runs:
@@ -175,7 +192,7 @@ def unpack_head(data: bytes, num_runs: int) -> Head:
         raise PayloadError(f"has format version {content[4]}, this narrowcast reads {VERSION}")
     if _CHECKSUM.pack(zlib.crc32(content)) != stored:
         raise PayloadError("has a head that fails its checksum")
-    _, _, status, *coder, settings, sequence, size, body_checksum, shard_checksum = (
+    _, _, status, *coder, _, settings, sequence, size, body_checksum, shard_checksum = (
         _FIXED.unpack_from(content)
     )
     runs = []
@@ -193,6 +210,24 @@ def unpack_head(data: bytes, num_runs: int) -> Head:
         shard_checksum,
         tuple(runs),
     )
+
+
+def unpack(payload: Tensor) -> tuple[Head, Tensor]:
+    """The head and the body of a payload, uint8, that says itself how many runs it has.
+
+    Raises:
+        PayloadError: the head is damaged, or of another format.
+    """
+    start = _bytes(payload[: _FIXED.size])
+    if len(start) < _FIXED.size:
+        raise PayloadError(f"has {len(start)} bytes, less than a head")
+    (num_runs,) = _NUM_RUNS.unpack_from(start, _NUM_RUNS_OFFSET)
+    size_of_head = head_size(num_runs)
+    return unpack_head(_bytes(payload[:size_of_head]), num_runs), payload[size_of_head:]
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
 
 
 def check_agreement(heads: dict[int, Head]) -> None:
@@ -235,7 +270,7 @@ def unpack_body(head: Head, body: Tensor) -> list[Encoded]:
     if checksum(body) != head.body_checksum:
         raise PayloadError("has a body that fails its checksum: it was damaged on its way")
     if head.status == Status.FAILED:
-        message = bytes(body.cpu().numpy()).decode(errors="replace")
+        message = _bytes(body).decode(errors="replace")
         raise SenderError(f"says that its rank could not encode: {message}")
     if sum(size for _, sizes in head.runs for size in sizes) != body.numel():
         raise PayloadError("has sections that do not add up to its body")

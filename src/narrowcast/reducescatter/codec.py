@@ -1,0 +1,114 @@
+"""Encode a stretch of one rank's contribution to a gradient, and decode it again, bit for bit.
+
+Nothing is kept from step to step: gradients of two steps have little in common. What can be left
+out is what a contribution does not hold. A bf16 gradient is cast to fp32 before it is reduced, so
+that 16 of 32 bits are zeros; its exponents take some 3 bits; and a parameter that no token came by
+(an expert's, an embedding's) has a gradient of zeros.
+
+    form    of values                                     sent
+    ZEROS   all of whose bits are 0                       nothing
+    PLANES  of 16 bits, or fp32 that are bf16-valued      sign-and-mantissa plane (coded, if there
+                                                          are zeros in it), coded exponents
+    HALVES  fp32 (accumulated, or of fp32 training)       PLANES of the upper halves as bf16; byte
+                                                          planes of the lower ones, coded or not
+    RAW     of which no form is smaller, or of other      the bits
+            dtypes
+
+Whether fp32 values are bf16-valued is looked up in their bits, stretch by stretch.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowcast import floats
+from narrowcast.allgather.codec import Encoded, Form, encode_raw
+from narrowcast.allgather.coders import Coder
+from narrowcast.floats import LAYOUTS
+
+Treatment = Literal["coded", "raw"]
+
+_BF16 = LAYOUTS[torch.bfloat16]
+_FP32 = LAYOUTS[torch.float32]
+# Sign and mantissa hold nothing to code but the zeros of zero values; below this share of them, the
+# coder's time is not worth it.
+_LEAST_ZEROS = 1 / 64
+
+
+def encode(values_N: Tensor, treatment: Treatment, coder: Coder) -> Encoded:
+    """Encodes a stretch of a contribution, of any dtype; floats of ``LAYOUTS`` get smaller."""
+    layout = LAYOUTS.get(values_N.dtype)
+    if treatment == "raw" or layout is None or values_N.numel() == 0:
+        return encode_raw(values_N)
+    bits_N = values_N.view(layout.bits)
+    if bits_N.count_nonzero() == 0:
+        return Encoded(Form.ZEROS, ())
+    if layout is not _FP32:
+        encoded = Encoded(Form.PLANES, _encode_planes(bits_N, layout, coder))
+    else:
+        planes = _encode_planes((bits_N >> 16).to(_BF16.bits), _BF16, coder)
+        if (bits_N & 0xFFFF).count_nonzero() == 0:
+            encoded = Encoded(Form.PLANES, planes)
+        else:
+            lower = floats.byte_planes(bits_N.to(torch.int16))
+            encoded = Encoded(Form.HALVES, (*planes, _smaller(lower, coder)))
+    raw_size = values_N.numel() * values_N.element_size()
+    return encoded if encoded.size < raw_size else encode_raw(values_N)
+
+
+def decode_into(values_N: Tensor, encoded: Encoded, coder: Coder) -> None:
+    """Decodes what ``encode`` was given, into ``values_N``.
+
+    Raises:
+        ValueError: the sections do not fit the form (``CoderError`` where the coder says so), or
+            the form does not fit the dtype.
+    """
+    num_values, layout = values_N.numel(), LAYOUTS.get(values_N.dtype)
+    match encoded.form:
+        case Form.RAW:
+            (section,) = encoded.sections
+            raw = values_N.view(torch.uint8)
+            if section.numel() != raw.numel():
+                raise ValueError(f"raw section of {section.numel()} bytes, {raw.numel()} were due")
+            raw.copy_(section)
+        case Form.ZEROS:
+            values_N.zero_()
+        case Form.PLANES if layout is not None and layout is not _FP32:
+            values_N.view(layout.bits).copy_(_decode_planes(encoded, num_values, layout, coder))
+        case Form.PLANES | Form.HALVES if layout is _FP32:
+            bits_N = values_N.view(torch.int32)
+            bits_N.copy_(_decode_planes(encoded, num_values, _BF16, coder))
+            bits_N <<= 16
+            if encoded.form == Form.HALVES:
+                planes = _decode_smaller(encoded.sections[2], 2 * num_values, coder)
+                bits_N |= floats.from_byte_planes(planes, torch.int16).to(torch.int32) & 0xFFFF
+        case _:
+            raise ValueError(f"{encoded.form.name} arrived where {values_N.dtype} was due")
+
+
+def _encode_planes(bits_N: Tensor, layout: floats.FloatLayout, coder: Coder) -> tuple[Tensor, ...]:
+    exponents_N = floats.exponents(bits_N, layout)
+    plane = floats.sign_mantissa(bits_N, layout)
+    num_zeros = bits_N.numel() - int(exponents_N.count_nonzero())
+    if num_zeros >= _LEAST_ZEROS * bits_N.numel():
+        plane = _smaller(plane, coder)
+    return plane, coder.encode(exponents_N)
+
+
+def _decode_planes(
+    encoded: Encoded, num_values: int, layout: floats.FloatLayout, coder: Coder
+) -> Tensor:
+    size = floats.sign_mantissa_bytes(num_values, layout)
+    plane = _decode_smaller(encoded.sections[0], size, coder)
+    return floats.merge(coder.decode(encoded.sections[1], num_values), plane, layout)
+
+
+def _smaller(plane: Tensor, coder: Coder) -> Tensor:
+    coded = coder.encode(plane)
+    return coded if coded.numel() < plane.numel() else plane
+
+
+def _decode_smaller(section: Tensor, size: int, coder: Coder) -> Tensor:
+    """Inverse of ``_smaller``: a section as large as the plane is the plane."""
+    return section if section.numel() == size else coder.decode(section, size)

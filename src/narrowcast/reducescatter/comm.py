@@ -1,0 +1,159 @@
+"""The FSDP2 seam: one reduce-scatter object a parameter group.
+
+    rank r's contribution      to its owners          at the owner
+    +--------+                                        +--------+
+    | rows 0 |  encode  ->  payload  -> rank 0        | row 0  |  decoded over the rows that have
+    | ...    |                                        | ...    |  been sent, then summed in the
+    | rows W |  encode  ->  payload  -> rank W        | row W  |  order of ranks
+    +--------+                                        +--------+
+
+Nothing is kept from call to call, so no rank can come out of step. A receiver alone sees a payload
+that is damaged, hence ranks agree at the end of each call on whether to go on.
+"""
+
+import hashlib
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast.agreement import raise_alike
+from narrowcast.allgather import wire
+from narrowcast.allgather.coders import Coder
+from narrowcast.allgather.comm import MAX_RUN_VALUES
+from narrowcast.allgather.exchange import exchange
+from narrowcast.reducescatter import codec
+from narrowcast.reducescatter.codec import Treatment
+from narrowcast.torch_internals import ParamGroup, ReduceScatter, WorkThatFinishes, reduction
+from narrowcast.volume import Ledger, all_reduce_bytes
+
+
+@dataclass
+class NarrowReduceScatter(ReduceScatter):
+    """Reduce-scatters the gradients of one parameter group.
+
+    Every contribution arrives at its owner to the last bit, and is summed there in the order of
+    the ranks, in the dtype that FSDP2 reduces in.
+
+    Attributes:
+        group: the parameter group.
+        ledger: where bytes are counted, if anywhere.
+    """
+
+    group: ParamGroup
+    treatment: Treatment
+    coder: Coder
+    ledger: Ledger | None = None
+
+    def allocate(
+        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduces ``input_tensor`` (W * n,), which it overwrites, into ``output_tensor`` (n,).
+
+        Raises:
+            NarrowcastError: on every rank of the group alike.
+            ValueError: ``op`` is none that FSDP2 asks for.
+        """
+        factor, divisor = reduction(op, group.size())
+        rows_WN = input_tensor.view(group.size(), -1)
+        with self.ledger.named() if self.ledger is not None else nullcontext():
+            self._exchange(rows_WN, group)
+        _sum_in_order(output_tensor, rows_WN, factor, divisor)
+        return WorkThatFinishes(lambda: None) if async_op else None
+
+    def _exchange(self, rows_WN: Tensor, group: dist.ProcessGroup) -> None:
+        """Swaps the rows for other ranks with what those send: ``rows_WN[s]`` is rank s's share."""
+        settings = self._settings(rows_WN)
+        error: wire.NarrowcastError | None = None
+        sent_bytes = num_zeros = 0
+
+        def payload_for(receiver: int) -> Tensor:
+            nonlocal sent_bytes, num_zeros
+            row_N = rows_WN[receiver]
+            payload = self._encode(row_N, settings)
+            sent_bytes += payload.numel()
+            if self.ledger is not None:
+                num_zeros += row_N.numel() - int(row_N.count_nonzero())
+            return payload
+
+        ranks = dist.get_process_group_ranks(group)
+        for sender, payload in exchange(payload_for, group):
+            route = f"from rank {ranks[sender]} to rank {ranks[group.rank()]}"
+            try:
+                with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
+                    self._decode(rows_WN[sender], payload, settings)
+            except wire.NarrowcastError as wrong:
+                error = error or wrong
+        raise_alike(error, group, rows_WN.device)
+        if self.ledger is not None:
+            others = group.size() - 1
+            small_bytes = 8 * others + all_reduce_bytes(4, group.size())
+            num_values = others * rows_WN.shape[1]
+            plain_bytes = num_values * rows_WN.element_size()
+            self.ledger.add("reduce_scatter", sent_bytes + small_bytes, plain_bytes)
+            self.ledger.record_reduction(num_values, sent_bytes, num_values, num_zeros)
+
+    def _settings(self, rows_WN: Tensor) -> int:
+        """A digest of all that the ranks must agree on."""
+        text = repr((self.group.name, rows_WN.shape, rows_WN.dtype, self.treatment))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+    def _encode(self, row_N: Tensor, settings: int) -> Tensor:
+        """Never raises: a rank that cannot encode must tell the others, or they would hang."""
+        runs = row_N.split(MAX_RUN_VALUES)
+        try:
+            return wire.pack(
+                [codec.encode(run, self.treatment, self.coder) for run in runs],
+                coder=self.coder,
+                settings=settings,
+                sequence=0,
+                shard_checksum=0,
+                device=row_N.device,
+            )
+        except Exception as error:
+            return wire.pack_failure(
+                error, num_runs=len(runs), settings=settings, sequence=0, device=row_N.device
+            )
+
+    def _decode(self, row_N: Tensor, payload: Tensor, settings: int) -> None:
+        """Checks a payload, and decodes it into ``row_N``."""
+        head, body = wire.unpack(payload)
+        if head.settings != settings:
+            raise wire.SettingsError(
+                "holds other gradients than are due here: give every rank the same model, mesh, "
+                "treatment and reduce dtype, and let the same parameters have gradients"
+            )
+        coder = (self.coder.wire_id, self.coder.wire_version)
+        if head.status == wire.Status.OK and head.coder != coder:
+            raise wire.SettingsError(
+                f"is coded by (id, version) {head.coder}, this rank's coder is {coder}: install "
+                "the same releases on every rank"
+            )
+        encoded_runs = wire.unpack_body(head, body)
+        for run, encoded in zip(row_N.split(MAX_RUN_VALUES), encoded_runs, strict=True):
+            codec.decode_into(run, encoded, self.coder)
+
+
+def _sum_in_order(output_N: Tensor, rows_WN: Tensor, factor: float, divisor: int) -> None:
+    """``factor`` times each row, summed from the first to the last, over ``divisor``."""
+    size = MAX_RUN_VALUES  # in stretches that stay in a CPU's cache
+    for output, rows in zip(output_N.split(size), rows_WN.split(size, dim=1), strict=True):
+        if factor != 1:
+            rows.mul_(factor)
+        output.copy_(rows[0])
+        for row in rows[1:]:
+            output.add_(row)
+        if divisor != 1:
+            output.div_(divisor)
