@@ -1,4 +1,4 @@
-"""Compares runs of the training job with plain FSDP2, to the bit, and shows what each sent."""
+"""Compares runs of the training job with each other, to the bit, and shows what each sent."""
 
 import math
 import sys
@@ -20,7 +20,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """What was run: the name of its folder, and the flags of `torchtitan_ext.train`."""
+    """What was run: the name of its folder, the flags of `torchtitan_ext.train`, and the name of
+    the run that it must equal to the last bit, if any."""
 
     name: str
     treatment: str
@@ -28,6 +29,7 @@ class Job:
     learning_rate: float
     steps: int
     flags: tuple[str, ...]
+    equal_to: str | None
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,17 @@ class RunSummary(Job):
     bits_per_parameter: dict[str, float]
     bytes_per_step: dict[str, float]
     plain_bytes_per_step: dict[str, float]
+    zero_gradients: float | None
     step_seconds: list[float]
     plain_step_seconds: list[float]
     kept_bytes: float | None
     peak_memory_gib: float
 
     @property
-    def equal(self) -> bool:
-        return self.max_loss_difference == self.max_parameter_difference == 0
+    def as_it_must_be(self) -> bool:
+        """Whether it is to the last bit what it must equal."""
+        differences = self.max_loss_difference, self.max_parameter_difference
+        return self.equal_to is None or differences == (0, 0)
 
 
 @dataclass(frozen=True)
@@ -62,21 +67,23 @@ class Summary:
 
     @property
     def unequal(self) -> list[RunSummary]:
-        """Runs with a loss or a parameter that is not that of plain FSDP2, to the last bit."""
-        return [run for run in self.runs if not run.equal]
+        """Runs with a loss or a parameter that is not, to the last bit, what it must be."""
+        return [run for run in self.runs if not run.as_it_must_be]
 
 
-def compare(job: Job, run: Run, plain: Run, world_size: int) -> RunSummary:
-    """What a job's run sent, and how far its losses and parameters are from plain FSDP2's.
+def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> RunSummary:
+    """What a job's run sent beside `plain`, and how far it is from `reference`, in its losses and
+    its parameters.
 
     Raises:
-        ValueError: a run logged other than `job.steps` steps, or the two have other parameters.
+        ValueError: a run logged other than `job.steps` steps, or two have other parameters.
     """
-    losses, plain_losses = (_losses(job, r) for r in (run, plain))
+    losses, plain_losses, reference_losses = (_losses(job, r) for r in (run, plain, reference))
     sent, plain_sent = (
         {c: last_median(r.scalars, f"narrowcast/bytes/{c}") for c in COLLECTIVES}
         for r in (run, plain)
     )
+    zeros = "narrowcast/zero_gradients"
     # A rank sends its share of the parameters to each of the others.
     crossing = (world_size - 1) / world_size * run.parameter_count
     kept = run.scalars.get("narrowcast/kept_bytes")
@@ -84,17 +91,19 @@ def compare(job: Job, run: Run, plain: Run, world_size: int) -> RunSummary:
         **asdict(job),
         losses=losses,
         plain_losses=plain_losses,
-        max_loss_difference=max(map(_difference, losses, plain_losses)),
-        max_parameter_difference=parameter_difference(run.parameters, plain.parameters),
+        max_loss_difference=max(map(_difference, losses, reference_losses)),
+        max_parameter_difference=parameter_difference(run.parameters, reference.parameters),
         bits_per_parameter={
-            "first_gather": last_median(run.scalars, "narrowcast/bits_per_parameter/first_gather"),
-            "later_gathers": last_median(
-                run.scalars, "narrowcast/bits_per_parameter/later_gathers"
-            ),
+            **{
+                part: last_median(run.scalars, f"narrowcast/bits_per_parameter/{part}")
+                for part in ("first_gather", "later_gathers", "gradients")
+            },
             "step": 8 * sent["all_gather"] / crossing,
+            "whole_step": 8 * (sent["all_gather"] + sent["reduce_scatter"]) / crossing,
         },
         bytes_per_step=sent,
         plain_bytes_per_step=plain_sent,
+        zero_gradients=last_median(run.scalars, zeros) if zeros in run.scalars else None,
         step_seconds=run.scalars["time_metrics/end_to_end(s)"],
         plain_step_seconds=plain.scalars["time_metrics/end_to_end(s)"],
         kept_bytes=max(kept) if kept else None,
@@ -103,47 +112,55 @@ def compare(job: Job, run: Run, plain: Run, world_size: int) -> RunSummary:
 
 
 def last_median(scalars: dict[str, list[float]], tag: str) -> float:
-    """The median of a tag's last steps; 0 where it was never logged: there were no such gathers."""
+    """The median of a tag's last steps; 0 where it was never logged: nothing such was sent."""
     return median(scalars.get(tag, [0.0])[-LAST_STEPS:])
 
 
-def parameter_difference(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+def parameter_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """The largest difference of any number; above 0 wherever a bit differs, infinite with NaN.
 
     Raises:
         ValueError: the two do not have the same tensors.
     """
-    for name in sorted(ours.keys() | plain.keys()):
-        one, other = ((t[name].shape, t[name].dtype) if name in t else None for t in (ours, plain))
+    for name in sorted(ours.keys() | reference.keys()):
+        one, other = (
+            (t[name].shape, t[name].dtype) if name in t else None for t in (ours, reference)
+        )
         if one != other:
-            raise ValueError(f"{name} is {one} with the treatment and {other} in plain FSDP2")
-    return max(_tensor_difference(ours[name], plain[name]) for name in plain)
+            raise ValueError(f"{name} is {one} in one run and {other} in the other")
+    return max(_tensor_difference(ours[name], reference[name]) for name in reference)
 
 
 def tables(summary: Summary) -> str:
     """The summary for people."""
-    gathers = ["first", "later", "step"]
-    wire = [["lr", "all-gather", *gathers, *COLLECTIVES, "total/plain", "all_gather/plain"]]
-    cost = [["lr", "all-gather", "loss", "parameter", "last loss", "s/step", "s/plain s"]]
+    wire = [["lr", "run", "first", "later", "gathers", "gradients", "whole step"]]
+    wire[0] += ["all_gather", "reduce_scatter", "other", "gathers/plain", "total/plain", "zeros"]
+    cost = [["lr", "run", "equal to", "loss", "parameter", "last loss", "s/step", "s/plain s"]]
     cost[0] += ["kept MiB", "peak GiB"]
     for run in summary.runs:
         title = [short_number(run.learning_rate), run.label]
         sent, plain_sent = run.bytes_per_step, run.plain_bytes_per_step
+        total, plain_total = sum(sent.values()), sum(plain_sent.values())
+        gathered, reduced = sent["all_gather"], sent["reduce_scatter"]
+        parts = ("first_gather", "later_gathers", "step", "gradients", "whole_step")
         wire.append(
             [
                 *title,
-                *(f"{bits:.2f}" for bits in run.bits_per_parameter.values()),
-                *(f"{sent[c] / _MIB:.2f}" for c in COLLECTIVES),
-                f"{sum(sent.values()) / sum(plain_sent.values()):.1%}",
-                f"{sent['all_gather'] / plain_sent['all_gather']:.1%}",
+                *(f"{run.bits_per_parameter[part]:.2f}" for part in parts),
+                *(f"{n / _MIB:.2f}" for n in (gathered, reduced, total - gathered - reduced)),
+                f"{gathered / plain_sent['all_gather']:.1%}",
+                f"{total / plain_total:.1%}",
+                "" if run.zero_gradients is None else f"{run.zero_gradients:.1%}",
             ]
         )
         seconds, plain_seconds = median(run.step_seconds), median(run.plain_step_seconds)
+        other_sums = "" if run.treatment == "plain" else "none: other order of sums"
         cost.append(
             [
                 *title,
-                f"{run.max_loss_difference:g}",
-                f"{run.max_parameter_difference:g}",
+                run.equal_to or other_sums,
+                f"{run.max_loss_difference:.3g}",
+                f"{run.max_parameter_difference:.3g}",
                 f"{run.losses[-1]:.4f}",
                 f"{seconds:.2f}",
                 f"{seconds / plain_seconds:.2f}",
@@ -152,12 +169,13 @@ def tables(summary: Summary) -> str:
             ]
         )
     return (
-        "Bits a parameter in the gathers of a step, and MiB a step that a rank sends in each\n"
-        f"collective (the rank that sends most; median of the last {LAST_STEPS} steps; headers "
-        f"included)\n\n{_table(wire)}\n\n"
-        "Largest difference to plain FSDP2 in any loss and any parameter, and what a step costs\n"
-        "where bytes are free (kept: by a rank's caches; peak: all memory of the first rank)\n\n"
-        f"{_table(cost)}"
+        "Bits a parameter that a rank sends to another in a step (gathers: first, later, sizes;\n"
+        "whole step: with gradients), MiB that it sends in each collective (the rank that sends\n"
+        "most), and zeros among gradients: medians of the last "
+        f"{LAST_STEPS} steps, headers included\n\n{_table(wire, words=2)}\n\n"
+        "Largest difference in any loss and any parameter to the run that it must equal, or else\n"
+        "to plain FSDP2; and what a step costs where bytes are free (kept: by a rank's caches;\n"
+        f"peak: all memory of the first rank)\n\n{_table(cost, words=3)}"
     )
 
 
@@ -184,11 +202,12 @@ def _tensor_difference(a: Tensor, b: Tensor) -> float:
     return max(difference, sys.float_info.min)  # 0 and -0 differ too
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], words: int) -> str:
+    """Rows in columns, of which the first ones hold words, and the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
+            cell.ljust(width) if i < words else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows

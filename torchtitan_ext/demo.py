@@ -1,8 +1,8 @@
 """Trains one Mixture-of-Experts with plain FSDP2 and with narrowcast, and compares the runs.
 
 `python -m torchtitan_ext.demo` runs `train_configs/demo.toml` on 4 CPU ranks again and again, with
-other flags each time, checks that all losses and parameters are those of plain FSDP2 to the bit,
-and shows what crossed the wire. `docs/demo.md` describes what it leaves in `outputs/demo`.
+other flags each time, checks to the bit that losses and parameters are those that they must be, and
+shows what crossed the wire. `docs/demo.md` describes what it leaves in `outputs/demo`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from tqdm import tqdm
 
 from torchtitan_ext.comparison import Job, RunSummary, Summary, compare, short_number, tables
-from torchtitan_ext.runs import RunError, read_run, train
+from torchtitan_ext.runs import Run, RunError, read_run, train
 
 CONFIG_FILE = Path("train_configs/demo.toml")
 WORLD_SIZE = 4
@@ -28,32 +28,50 @@ WORLD_SIZE = 4
 
 @dataclass(frozen=True)
 class Treatment:
-    """A way to gather parameters: its name for people, and the flags that choose it."""
+    """A way to exchange parameters and gradients: its name for people, the flags that choose it,
+    and the treatment whose losses and parameters it must have; None if it is like no other."""
 
     label: str
     flags: tuple[str, ...]
     once: bool = False  # at the first learning rate only
+    equal_to: str | None = "plain"
 
 
 _PLAIN = "--narrowcast.all_gather.no-enable"
 _TREATMENT = "--narrowcast.all_gather.treatment"
 _EXCHANGE = "--narrowcast.all_gather.exponent_exchange"
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
+_GRADIENTS = "--narrowcast.reduce_scatter.enable"
+_GRADIENTS_TREATMENT = "--narrowcast.reduce_scatter.treatment"
 
 TREATMENTS = {
-    "plain": Treatment("plain, gathered twice", (_PLAIN,)),
+    "plain": Treatment("plain, gathered twice", (_PLAIN,), equal_to=None),
     "plain_kept": Treatment("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
     "value": Treatment("value", (_TREATMENT, "value")),
     "exponent": Treatment(
-        "exponent, difference", (_TREATMENT, "exponent", _EXCHANGE, "difference")
+        "exponent, difference", (_TREATMENT, "exponent", _EXCHANGE, "difference"), once=True
     ),
     "blocks": Treatment(
         "exponent, blocks", (_TREATMENT, "exponent", _EXCHANGE, "blocks"), once=True
     ),
     "coded": Treatment("coded", (_TREATMENT, "coded"), once=True),
+    # The exchange of the one below, and its order of sums, which need not be the backend's.
+    "raw_gradients": Treatment(
+        "plain, raw gradients",
+        (_PLAIN, _GRADIENTS, _GRADIENTS_TREATMENT, "raw"),
+        once=True,
+        equal_to=None,
+    ),
+    "value_gradients": Treatment(
+        "value, coded gradients",
+        (_TREATMENT, "value", _GRADIENTS),
+        once=True,
+        equal_to="raw_gradients",
+    ),
 }
 # What fits into eight minutes on two cores.
-DEFAULT_TREATMENTS = ("plain_kept", "value", "exponent", "blocks")
+DEFAULT_TREATMENTS = ("plain_kept", "value", "exponent", "blocks", "value_gradients")
+QUICK_TREATMENTS = ("value", "value_gradients")
 
 
 def run_demo(
@@ -70,8 +88,8 @@ def run_demo(
 
     Args:
         steps: of each run.
-        treatments: of `TREATMENTS`. `plain` always runs, first at each learning rate; those marked
-            `once` run at the first one only.
+        treatments: of `TREATMENTS`. `plain` always runs, first at each learning rate, and so does
+            what another must equal; those marked `once` run at the first one only.
         learning_rates: after the warm-up.
         output: gets a folder for each run, and `summary.json`; those of an earlier demo go.
 
@@ -84,25 +102,32 @@ def run_demo(
         raise ValueError(f"treatments {unknown} are unknown: there are {', '.join(TREATMENTS)}")
     _clear(output)
     jobs = plan(steps, treatments, learning_rates)
+    runs: dict[str, Run] = {}
     summaries: list[RunSummary] = []
     for i, job in enumerate(jobs):
         title = f"[{i + 1}/{len(jobs)}] lr {short_number(job.learning_rate)}, {job.label}"
         with _progress(title, steps) as bar:
             train(output / job.name, job.flags, WORLD_SIZE, _show_on(bar))
-        run = read_run(output / job.name, steps)
+        run = runs[job.name] = read_run(output / job.name, steps)
         if job.treatment == "plain":
             plain = run
-        summaries.append(compare(job, run, plain, WORLD_SIZE))
+        reference = runs[job.equal_to] if job.equal_to else plain
+        summaries.append(compare(job, run, plain, reference, WORLD_SIZE))
     summary = Summary(_commit(), WORLD_SIZE, plain.parameter_count, summaries)
     (output / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
     return summary
 
 
 def plan(steps: int, treatments: Sequence[str], learning_rates: Sequence[float]) -> list[Job]:
-    """The jobs of a demo, each after the plain one that it is compared with."""
+    """The jobs of a demo, each after those that it is compared with."""
+    chosen = {"plain", *treatments, *(TREATMENTS[name].equal_to for name in treatments)}
+
+    def run_name(treatment: str, learning_rate: float) -> str:
+        return f"lr{short_number(learning_rate)}-{treatment}"
+
     return [
         Job(
-            name=f"lr{short_number(learning_rate)}-{name}",
+            name=run_name(name, learning_rate),
             treatment=name,
             label=treatment.label,
             learning_rate=learning_rate,
@@ -116,21 +141,22 @@ def plan(steps: int, treatments: Sequence[str], learning_rates: Sequence[float])
                 "--metrics.disable_color_printing",
                 *treatment.flags,
             ),
+            equal_to=run_name(treatment.equal_to, learning_rate) if treatment.equal_to else None,
         )
         for i, learning_rate in enumerate(learning_rates)
         for name, treatment in TREATMENTS.items()
-        if name == "plain" or (name in treatments and (i == 0 or not treatment.once))
+        if name in chosen and (i == 0 or not treatment.once)
     ]
 
 
 def main() -> int:
-    """Command line. Returns the exit code: 1 if a run failed, or if anything is not equal."""
+    """Command line. Returns the exit code: 1 if a run failed or is not what it must be."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps, `value`, lr 1e-4")
+    parser.add_argument("--quick", action="store_true", help="4 runs of 25 steps, lr 1e-4")
     parser.add_argument("--treatments", nargs="+", choices=TREATMENTS, help="beside plain FSDP2")
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="results' folder")
     args = parser.parse_args()
-    treatments = args.treatments or (("value",) if args.quick else DEFAULT_TREATMENTS)
+    treatments = args.treatments or (QUICK_TREATMENTS if args.quick else DEFAULT_TREATMENTS)
     quick = {"steps": 25, "learning_rates": [1e-4]} if args.quick else {}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
@@ -144,10 +170,10 @@ def main() -> int:
     print(f"\n{tables(summary)}\n\nTensorBoard:  tensorboard --logdir {args.output}")
     print(f"All figures:  {args.output / 'summary.json'}\n")
     if summary.unequal:
-        names = ", ".join(run.name for run in summary.unequal)
-        print(f"*** DIFFERENT FROM PLAIN FSDP2: {names} ***", file=sys.stderr)
+        for run in summary.unequal:
+            print(f"*** {run.name} IS DIFFERENT FROM {run.equal_to} ***", file=sys.stderr)
         return 1
-    print("Every loss and every parameter of every run is that of plain FSDP2, to the last bit.")
+    print('Every loss and parameter is that of the run under "equal to", to the last bit.')
     return 0
 
 
@@ -167,6 +193,7 @@ def _progress(title: str, steps: int) -> tqdm:
 def _show_on(bar: tqdm) -> Callable[[str], None]:
     """What moves a progress bar on by the lines of a run's log."""
     loss = ""
+    bits_of_parts = r"first gather ([\d.]+)(?:, later ([\d.]+))?(?:, gradients ([\d.]+))?"
 
     def show(line: str) -> None:
         nonlocal loss
@@ -174,7 +201,7 @@ def _show_on(bar: tqdm) -> Callable[[str], None]:
             loss = f"loss {found[2]}"
             bar.n = int(found[1])
             bar.set_postfix_str(loss)
-        elif found := re.search(r"first gather ([\d.]+)(?:, later ([\d.]+))?", line):
+        elif found := re.search(bits_of_parts, line):
             bits = " + ".join(part for part in found.groups() if part)
             bar.set_postfix_str(f"{loss}, {bits} bits a parameter")
 

@@ -78,8 +78,8 @@ def demo() -> Trainer.Config:
 
     Small enough that activations need no checkpointing; the rest of the job is left to TOML.
     """
-    return Trainer.Config(
-        model_spec=qwen3_moe(
+    return _on_corpus(
+        qwen3_moe(
             flavor="demo",
             n_layers=3,
             dim=256,
@@ -89,7 +89,30 @@ def demo() -> Trainer.Config:
             moe_hidden_dim=128,
             num_experts=16,
             top_k=2,
-        ),
+        )
+    )
+
+
+def links() -> Trainer.Config:
+    """An MoE of 25 million parameters in few groups: 2 layers of 10.7 million each."""
+    return _on_corpus(
+        qwen3_moe(
+            flavor="links",
+            n_layers=2,
+            dim=512,
+            n_heads=8,
+            n_kv_heads=4,
+            head_dim=64,
+            moe_hidden_dim=400,
+            num_experts=16,
+            top_k=2,
+        )
+    )
+
+
+def _on_corpus(model_spec: ModelSpec) -> Trainer.Config:
+    return Trainer.Config(
+        model_spec=model_spec,
         hf_assets_path="data/corpus",
         dataloader=HuggingFaceTextDataLoader.Config(
             dataset="narrowcast_corpus", dataset_path="data/corpus"

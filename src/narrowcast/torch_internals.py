@@ -152,8 +152,11 @@ def _plain_name(name: str) -> str:
     return name
 
 
-def reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int) -> tuple[float, int]:
-    """What each contribution is multiplied by, and their sum divided by, for a reduce operation.
+def reduction(
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> tuple[float, int]:
+    """What each contribution is multiplied by, and their sum divided by, as the group's own
+    backend would for this operation.
 
     Raises:
         ValueError: it is none that FSDP2 asks for.
@@ -161,7 +164,9 @@ def reduction(op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int) -> t
     if op == dist.ReduceOp.SUM:
         return 1, 1
     if op == dist.ReduceOp.AVG:
-        return 1, world_size
+        # NCCL multiplies floats before it sums (ncclAvg is a PreMulSum); gloo divides the sum.
+        is_nccl = dist.get_backend(group) == dist.Backend.NCCL
+        return (1 / group.size(), 1) if is_nccl else (1, group.size())
     if op == dist.ReduceOp.PREMUL_SUM:
         return op.factor, 1  # not documented
     raise ValueError(f"reduce operation {op}; allowed: SUM, AVG, PREMUL_SUM")

@@ -8,15 +8,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
-from narrowcast import narrow_all_gather
+from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from tests.narrowcast.test_all_gather import TREATMENTS
 
 WIDTH, LAYERS = 256, 8
 PARAMETERS = WIDTH * WIDTH * LAYERS
 GROUP_BYTES = 2 * WIDTH * WIDTH  # of one gathered layer
+GRADIENT_BYTES = 4 * WIDTH * WIDTH  # of one layer, in the reduce dtype
 
 
-def _kept_and_peak(treatment: dict | None) -> tuple[int, int]:
+def _kept_and_peak(treatment: dict | None, gradients: str | None = None) -> tuple[int, int]:
     """Bytes of the caches, and of all that was allocated at once in a step, on this rank."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
@@ -29,9 +30,10 @@ def _kept_and_peak(treatment: dict | None) -> tuple[int, int]:
     fully_shard(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     handle = narrow_all_gather(model, optimizer, **treatment) if treatment else None
+    reduction = narrow_reduce_scatter(model, optimizer, treatment=gradients) if gradients else None
 
     def step() -> None:
-        model(torch.ones(4, WIDTH)).sum().backward()
+        model(torch.randn(4, WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -40,8 +42,9 @@ def _kept_and_peak(treatment: dict | None) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     kept = handle.kept_bytes if handle else 0
-    if handle:
-        handle.remove()
+    for narrowed in (handle, reduction):
+        if narrowed:
+            narrowed.remove()
     allocated = peak = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
@@ -72,3 +75,11 @@ def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> 
     plain_peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, None))
     peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, TREATMENTS[name]))
     assert peak <= plain_peak + KEPT_BYTES[name] + GROUP_BYTES
+
+
+@pytest.mark.parametrize("gradients", ["coded", "raw"])
+def test_reductions_need_the_pieces_of_one_group_at_most(ranks, gradients: str) -> None:
+    """Those that a rank sends and those that come in are all but its own, coded or not."""
+    plain_peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, None))
+    peak = min(peak for _, peak in ranks(4).run(_kept_and_peak, None, gradients))
+    assert peak <= plain_peak + GRADIENT_BYTES

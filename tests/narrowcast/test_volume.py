@@ -2,24 +2,32 @@
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
 
 from narrowcast import floats
 from narrowcast.floats import LAYOUTS
-from narrowcast.torch_internals import ParamGroup, ShardedParam
+from narrowcast.torch_internals import ParamGroup, ShardedParam, is_default
 from narrowcast.volume import (
     COLLECTIVES,
     SHARD_TYPES,
     Changes,
     GatherVolume,
+    GradientVolume,
     Ledger,
     StepVolume,
     all_reduce_bytes,
     count_changes,
+    count_volume,
+    ledger_of,
     shard_type,
 )
 
@@ -112,21 +120,28 @@ def test_a_step_that_sent_nothing_has_finite_scalars():
 
 
 def test_scalars_are_the_shares_and_ratios_of_the_step():
-    step = StepVolume(first=GatherVolume(1000, 3400), later=GatherVolume(500, 25))
-    step.sent.update(all_gather=30, other=10)
-    step.plain.update(all_gather=120, other=40)
+    step = StepVolume(
+        first=GatherVolume(1000, 3400),
+        later=GatherVolume(500, 25),
+        gradients=GradientVolume(1000, 10_500, examined=200, zeros=50),
+    )
+    step.sent.update(all_gather=30, reduce_scatter=20, other=10)
+    step.plain.update(all_gather=120, reduce_scatter=80, other=40)
     step.changes["router"] = Changes(100, 50, 25, 5, 10, 4)
     step.changes["norm"] = Changes(values=8, changed_exponents=2, blocks=1, changed_blocks=1)
     scalars = step.scalars()
     expected = {
         "bytes/all_gather": 30,
-        "bytes/reduce_scatter": 0,
+        "bytes/reduce_scatter": 20,
         "plain_bytes/all_gather": 120,
         "plain_bytes/other": 40,
         "ratio/all": 0.25,
         "ratio/all_gather": 0.25,
+        "ratio/reduce_scatter": 0.25,
         "bits_per_parameter/first_gather": 3.4,
         "bits_per_parameter/later_gathers": 0.05,
+        "bits_per_parameter/gradients": 10.5,
+        "zero_gradients": 0.25,
         "changed_values/router": 0.5,
         "changed_exponents/router": 0.05,
         "changed_blocks/router": 0.4,
@@ -197,6 +212,60 @@ def test_changes_of_a_kind_add_up_over_groups():
     for name in ("one", "two"):
         ledger.record_gather(group(name), 1, 1, {"norm": Changes(values=4, changed_values=1)})
     assert ledger.current.changes == {"norm": Changes(values=8, changed_values=2)}
+
+
+def test_reductions_of_a_step_add_up_and_zeros_are_a_share_of_what_was_examined():
+    ledger = Ledger()
+    ledger.record_reduction(100, 400)  # plain: nobody looks for zeros
+    assert "narrowcast/zero_gradients" not in ledger.current.scalars()
+    ledger.record_reduction(50, 70, examined=50, zeros=10)
+    ledger.record_reduction(30, 30, examined=30, zeros=6)
+    assert ledger.current.gradients == GradientVolume(180, 4000, examined=80, zeros=16)
+    assert ledger.current.scalars()["narrowcast/zero_gradients"] == 0.2
+    ledger.end_step()
+    assert ledger.current.gradients == GradientVolume()
+
+
+def _default_group() -> ParamGroup:
+    collectives = {
+        "_all_gather_comm": DefaultAllGather(),
+        "_reduce_scatter_comm": DefaultReduceScatter(),
+    }
+    return ParamGroup("layer", (), SimpleNamespace(**collectives))
+
+
+@pytest.mark.usefixtures("_rank_1_of_4")
+@pytest.mark.parametrize("first_to_go", [0, 1])
+def test_a_model_is_counted_once_as_long_as_anybody_counts_it(first_to_go):
+    plain = dist.all_reduce
+    groups = [_default_group(), _default_group()]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    held = [count_volume(groups), count_volume(groups, optimizer)]
+    ledger = held[0].ledger
+    assert ledger is held[1].ledger is ledger_of(groups[0]) is ledger_of(groups[1])
+
+    def step() -> None:
+        shard, gathered = torch.zeros(6), torch.zeros(24)
+        groups[0].all_gather(gathered, shard, dist.group.WORLD)
+        groups[1].reduce_scatter(shard, gathered, dist.group.WORLD, dist.ReduceOp.SUM)
+        dist.all_reduce(shard)
+        optimizer.step()
+
+    step()
+    assert ledger.last.sent == {"all_gather": 72, "reduce_scatter": 72, "other": 36}
+    assert ledger.last.gradients == GradientVolume(18, 8 * 72)
+    held[first_to_go].remove()
+    held[first_to_go].remove()
+    step()
+    assert ledger.steps == 2
+    assert ledger.last.sent == {"all_gather": 72, "reduce_scatter": 72, "other": 36}
+    held[1 - first_to_go].remove()
+    step()
+    assert ledger.steps == 2
+    assert not ledger.current.sent
+    assert ledger_of(groups[0]) is ledger_of(groups[1]) is None
+    assert all(is_default(g.all_gather) and is_default(g.reduce_scatter) for g in groups)
+    assert dist.all_reduce is plain
 
 
 def test_no_parameters_have_no_bits():

@@ -176,7 +176,7 @@ def test_another_format_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(wire, "VERSION", 9)
         later = pack()
-    with pytest.raises(PayloadError, match="format version 9, this narrowcast reads 1"):
+    with pytest.raises(PayloadError, match=f"version 9, this narrowcast reads {wire.VERSION}"):
         receive(later, num_runs=4)
     other = pack()
     other[0] = ord("X")
@@ -211,6 +211,60 @@ def test_any_message_of_a_failed_rank_arrives(message):
     payload = wire.pack_failure(OSError(message), num_runs=2, settings=7, sequence=3, device=CPU)
     with pytest.raises(SenderError):
         receive(payload, num_runs=2)
+
+
+def receive_alone(payload: Tensor) -> list[Encoded]:
+    """What a receiver does with a payload that was meant for it alone."""
+    return wire.unpack_body(*wire.unpack(payload))
+
+
+@pytest.mark.parametrize("num_runs", [0, 1, 4, 40])
+def test_a_payload_says_itself_how_many_runs_it_has(num_runs):
+    sent = (encode_runs() * 10)[:num_runs]
+    head, body = wire.unpack(pack(sent))
+    assert head == head_of(pack(sent), num_runs)
+    assert body.numel() == head.body_size == sum(encoded.size for encoded in sent)
+    for one, other in zip(receive_alone(pack(sent)), sent, strict=True):
+        assert one.form == other.form
+        assert all(torch.equal(*pair) for pair in zip(one.sections, other.sections, strict=True))
+
+
+def test_any_damaged_byte_of_a_payload_for_one_rank_is_a_payload_error():
+    failed = wire.pack_failure(OSError("no"), num_runs=2, settings=7, sequence=0, device=CPU)
+    with pytest.raises(SenderError, match="OSError: no"):
+        receive_alone(failed)
+    for payload in (pack(), pack([]), failed):
+        for damaged in damaged_bytes(payload):
+            with pytest.raises(PayloadError):
+                receive_alone(damaged)
+
+
+def test_a_payload_for_one_rank_that_is_cut_or_continued_is_a_payload_error():
+    zeros = codec.encode_raw(torch.zeros(9, dtype=torch.int16))
+    for payload in (pack(), pack([zeros]), pack([])):
+        for length in range(payload.numel()):
+            with pytest.raises(PayloadError):
+                receive_alone(payload[:length])
+        with pytest.raises(PayloadError):
+            receive_alone(torch.cat([payload, payload[:1]]))
+
+
+def test_blame_falls_on_what_an_error_is_about():
+    with (
+        pytest.raises(PayloadError, match=r"^the payload does not decode: too short$"),
+        wire.blamed("the payload"),
+    ):
+        raise ValueError("too short")
+    with (
+        pytest.raises(SettingsError, match=r"^the payload is of another coder$"),
+        wire.blamed("the payload"),
+    ):
+        raise SettingsError("is of another coder")
+    with (
+        pytest.raises(NarrowcastError, match=r"^the payload: MemoryError: 9 bytes$"),
+        wire.blamed("the payload"),
+    ):
+        raise MemoryError("9 bytes")
 
 
 def test_ranks_that_agree_pass():

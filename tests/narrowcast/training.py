@@ -1,5 +1,7 @@
 """A small model trained with FSDP2, plain or narrowed, in all the ways that FSDP2 offers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from narrowcast import NarrowedModel, narrow_all_gather
+from narrowcast import (
+    NarrowedGradients,
+    NarrowedModel,
+    narrow_all_gather,
+    narrow_reduce_scatter,
+)
 from narrowcast.volume import StepVolume
 
 DIM = 24
@@ -59,12 +66,15 @@ class Block(nn.Module):
 class Setup:
     """How to shard, train and narrow.
 
-    ``gathered`` is the parameter dtype of mixed precision, ``narrow`` the arguments of
-    ``narrow_all_gather``, with ``None`` for plain FSDP2; ``frozen`` adds a table of each dtype.
+    ``gathered`` and ``reduced`` are the dtypes of mixed precision, ``narrow`` and ``gradients`` the
+    arguments of ``narrow_all_gather`` and ``narrow_reduce_scatter``, with ``None`` for plain FSDP2;
+    ``frozen`` adds a table of each dtype; ``synced`` reduces gradients after each microbatch.
     """
 
     narrow: dict[str, Any] | None = None
+    gradients: dict[str, Any] | None = None
     gathered: torch.dtype | None = torch.bfloat16
+    reduced: torch.dtype = torch.float32
     dtype: torch.dtype = torch.float32
     reshard: bool | int = True
     optimizer: str = "AdamW"
@@ -74,6 +84,10 @@ class Setup:
     offload: bool = False
     replicas: int = 1
     microbatches: int = 1
+    synced: bool = True
+    loss_scale: float = 1
+    divide_factor: float | None = None
+    force_sum: bool = False
     prefetch: bool = False
     async_unshard: bool = False
     checkpointing: bool = False
@@ -93,7 +107,7 @@ def build(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
     options: dict[str, Any] = {
         "mesh": _mesh(setup.replicas),
         "reshard_after_forward": setup.reshard,
-        "mp_policy": MixedPrecisionPolicy(setup.gathered, torch.float32),
+        "mp_policy": MixedPrecisionPolicy(setup.gathered, setup.reduced),
     }
     if setup.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -112,10 +126,33 @@ def build(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
         model[1].set_modules_to_backward_prefetch([model[0]])
     for module in (model[0], model[1], model):
         module._set_unshard_async_op(setup.async_unshard)
+        module.set_force_sum_reduction_for_comms(setup.force_sum)
+        if setup.divide_factor is not None:
+            module.set_gradient_divide_factor(setup.divide_factor)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if setup.optimizer == "Adafactor":
         return model, _adafactor_of_shards(model)
     return model, getattr(torch.optim, setup.optimizer)(trained, lr=1e-3)
+
+
+class TwoLayers(nn.Module):
+    """Two layers of one parameter group, of which the second need not be used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x_TD: Tensor, uses_second: bool) -> Tensor:
+        x_TD = self.first(x_TD)
+        return self.second(x_TD) if uses_second else x_TD
+
+
+def build_two_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = TwoLayers()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    fully_shard(model, mesh=_mesh(replicas=1), mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def _adafactor_of_shards(model: nn.Module) -> torch.optim.Optimizer:
@@ -147,12 +184,17 @@ def train(
     losses = []
     for step in range(first_step, first_step + setup.steps):
         for microbatch in range(setup.microbatches):
+            model.set_requires_gradient_sync(setup.synced or microbatch == setup.microbatches - 1)
             seed = (step * setup.microbatches + microbatch) * dist.get_world_size()
             generator = torch.Generator().manual_seed(seed + dist.get_rank())
             x_TD = torch.randn(7, DIM, generator=generator).to(setup.dtype)
             loss = model(x_TD).float().square().mean()
-            loss.backward()
+            (loss * setup.loss_scale).backward()
             losses.append(loss.item())
+        if setup.loss_scale != 1:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    local(parameter.grad).div_(setup.loss_scale)
         optimizer.step()
         optimizer.zero_grad()
     return losses
@@ -161,11 +203,28 @@ def train(
 def narrow(
     setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[NarrowedModel, list[StepVolume]]:
-    """Narrows as ``setup`` says; the second list gains the volume of every step."""
+    """Narrows gathers as ``setup`` says; the second list gains the volume of every step."""
     handle = narrow_all_gather(model, optimizer, **setup.narrow)
     volumes: list[StepVolume] = []
     optimizer.register_step_post_hook(lambda *_: volumes.append(handle.ledger.last))
     return handle, volumes
+
+
+@contextmanager
+def narrowed(
+    setup: Setup, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[list[NarrowedModel | NarrowedGradients]]:
+    """Narrows gathers and gradients as ``setup`` says, for as long as the block runs."""
+    handles: list[NarrowedModel | NarrowedGradients] = []
+    try:
+        if setup.narrow is not None:
+            handles.append(narrow_all_gather(model, optimizer, **setup.narrow))
+        if setup.gradients is not None:
+            handles.append(narrow_reduce_scatter(model, optimizer, **setup.gradients))
+        yield handles
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torchtitan_ext import (
     AllGatherConfig,
     JobConfig,
     NarrowcastConfig,
+    ReduceScatterConfig,
     VolumeConfig,
     toml_reference,
     with_narrowcast,
@@ -95,15 +96,32 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(given, message)
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"treatment": "x"}, 'treatment = \'x\': must be "coded" or "raw"'),
+        ({"treatment": "value"}, 'treatment = \'value\': must be "coded" or "raw"'),
+        ({"treatment": 1}, 'treatment = 1: must be "coded" or "raw"'),
+        ({"coder": "lz4"}, 'coder = \'lz4\': must be "auto" or "zstd"'),
+        ({"enable": "yes"}, "enable = 'yes': must be true or false"),
+    ],
+)
+def test_a_wrong_value_for_gradients_is_named_with_its_key_and_what_is_allowed(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        ReduceScatterConfig(**given)
+    assert str(caught.value) == f"narrowcast.reduce_scatter.{message}"
+
+
 def test_a_wrong_switch_of_the_ledger_is_named():
     with pytest.raises(ValueError, match=r"narrowcast\.volume\.enable = 1: must be true or false"):
         VolumeConfig(enable=1)
 
 
-def test_by_default_bytes_are_counted_and_gathers_are_plain():
+def test_by_default_bytes_are_counted_and_all_that_crosses_is_plain():
     config = with_narrowcast(qwen3_moe_debug())
     assert config.narrowcast == NarrowcastConfig()
     assert not config.narrowcast.all_gather.enable
+    assert not config.narrowcast.reduce_scatter.enable
     assert config.narrowcast.volume.enable
     assert config.job == JobConfig(config_file="")
 
@@ -176,12 +194,15 @@ def test_flags_override_our_sections_and_torchtitans():
         "--narrowcast.all_gather.treatment=exponent",
         "--narrowcast.all_gather.enable",
         "--narrowcast.all_gather.parameters=*.experts.*,*.wq.*",
+        "--narrowcast.reduce_scatter.enable",
+        "--narrowcast.reduce_scatter.treatment=raw",
         "--narrowcast.volume.no-enable",
         "--training.steps=3",
     )
     assert config.narrowcast.all_gather.treatment == "exponent"
     assert config.narrowcast.all_gather.enable
     assert config.narrowcast.all_gather.parameters == ["*.experts.*", "*.wq.*"]
+    assert config.narrowcast.reduce_scatter == ReduceScatterConfig(enable=True, treatment="raw")
     assert not config.narrowcast.volume.enable
     assert config.training.steps == 3
     assert issubclass(type(config)._owner, TrainerPlugin)
@@ -196,6 +217,10 @@ def test_a_wrong_flag_of_ours_ends_with_the_allowed_values(capsys):
     with pytest.raises(SystemExit):
         parse("--narrowcast.all_gather.block_size=0")
     assert "must be an integer from 1 to 131072" in " ".join(capsys.readouterr().err.split())
+    with pytest.raises(SystemExit):
+        parse("--narrowcast.reduce_scatter.treatment=value")
+    shown = capsys.readouterr().err
+    assert all(f"'{name}'" in shown for name in ("coded", "raw"))
 
 
 def test_help_describes_our_keys_and_still_torchtitans(capsys):
@@ -204,6 +229,7 @@ def test_help_describes_our_keys_and_still_torchtitans(capsys):
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Gather FSDP parameters through narrowcast's lossless coding" in shown
     assert "Values per block of exponent_exchange" in shown
+    assert "Every contribution arrives to the last bit" in shown
     assert "How many train steps to run" in shown
     assert "How often to log metrics to TensorBoard" in shown
 

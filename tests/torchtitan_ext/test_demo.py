@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from torchtitan_ext import demo, runs
-from torchtitan_ext.comparison import Job, RunSummary, compare, parameter_difference
+from torchtitan_ext.comparison import Job, RunSummary, compare, parameter_difference, tables
 
 # Of dcp.save without a process group, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,6 +31,7 @@ def make_run(
     bits: Mapping[str, float] = {"first_gather": 4.0},
     parameters: Mapping[str, Tensor] = PARAMETERS,
     kept_bytes: float | None = None,
+    zeros: float | None = None,
 ) -> Path:
     """A folder as the job leaves it."""
     log = folder / "logs" / "id_x" / "attempt_0" / "0" / "stdout.log"
@@ -50,6 +51,8 @@ def make_run(
             }
             if kept_bytes is not None:
                 scalars["narrowcast/kept_bytes"] = kept_bytes
+            if zeros is not None:
+                scalars["narrowcast/zero_gradients"] = zeros if step > 13 else 0.9
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, step)
     checkpoint = folder / "checkpoint" / f"step-{len(losses)}"
@@ -61,9 +64,11 @@ def job(treatment: str = "value") -> Job:
     return next(j for j in demo.plan(STEPS, [treatment], [1e-4]) if j.treatment == treatment)
 
 
-def summary_of(folder: Path, plain: Path) -> RunSummary:
-    run, plain_run = (runs.read_run(f, STEPS) for f in (folder, plain))
-    return compare(job(), run, plain_run, world_size=4)
+def summary_of(
+    folder: Path, plain: Path, reference: Path | None = None, treatment: str = "value"
+) -> RunSummary:
+    folders = (folder, plain, reference or plain)
+    return compare(job(treatment), *(runs.read_run(f, STEPS) for f in folders), world_size=4)
 
 
 def as_float32(value: float) -> float:
@@ -95,12 +100,32 @@ def test_bits_and_bytes_are_medians_of_the_last_20_steps(tmp_path: Path, plain: 
     assert summary.bytes_per_step["all_gather"] == 900
     assert summary.plain_bytes_per_step == {**PLAIN_BYTES, "dispatch": 0, "combine": 0}
     # 900 bytes go to 3 peers, from a rank with 300 of 1,200 parameters. Nothing is gathered later.
-    assert summary.bits_per_parameter == {"first_gather": 4, "later_gathers": 0, "step": 8}
+    assert summary.bits_per_parameter == {
+        "first_gather": 4,
+        "later_gathers": 0,
+        "step": 8,
+        "gradients": 0,
+        "whole_step": 8 + 32,  # 3,600 bytes of gradients
+    }
+
+
+def test_a_plain_run_is_told_in_the_same_figures(plain: Path) -> None:
+    summary = summary_of(plain, plain, treatment="plain")
+    assert summary.bits_per_parameter["whole_step"] == 64
+    assert summary.zero_gradients is None
+    assert summary.equal_to is None
+
+
+def test_gradients_and_the_zeros_among_them_are_told(tmp_path: Path, plain: Path) -> None:
+    bits = {"first_gather": 4.0, "gradients": 9.5}
+    summary = summary_of(make_run(tmp_path / "run", bits=bits, zeros=0.25), plain)
+    assert summary.bits_per_parameter["gradients"] == 9.5
+    assert summary.zero_gradients == 0.25
 
 
 def test_equal_runs_differ_by_nothing(tmp_path: Path, plain: Path) -> None:
     summary = summary_of(make_run(tmp_path / "run", kept_bytes=77.0), plain)
-    assert summary.equal
+    assert summary.as_it_must_be
     assert summary.losses == summary.plain_losses
     assert summary.kept_bytes == 77
     assert summary.peak_memory_gib == as_float32(STEPS / 100)
@@ -111,12 +136,28 @@ def test_a_loss_that_differs_in_its_last_bit_is_told(tmp_path: Path, plain: Path
     losses[7] += 2**-21
     summary = summary_of(make_run(tmp_path / "run", losses=losses), plain)
     assert summary.max_loss_difference == 2**-21
-    assert not summary.equal
+    assert not summary.as_it_must_be
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path: Path, plain: Path) -> None:
     losses = [5 - 0.1 * i for i in range(STEPS - 1)] + [float("nan")]
-    assert not summary_of(make_run(tmp_path / "run", losses=losses), plain).equal
+    assert not summary_of(make_run(tmp_path / "run", losses=losses), plain).as_it_must_be
+
+
+def test_a_run_is_compared_with_the_one_that_it_must_equal(tmp_path: Path, plain: Path) -> None:
+    other_order = {"losses": [4 - 0.1 * i for i in range(STEPS)]}
+    raw = make_run(tmp_path / "raw", **other_order)
+    coded = make_run(tmp_path / "coded", **other_order)
+    assert summary_of(coded, plain, raw, "value_gradients").as_it_must_be
+    assert not summary_of(coded, plain, plain, "value_gradients").as_it_must_be
+    assert not summary_of(plain, plain, raw, "value_gradients").as_it_must_be
+
+
+def test_another_order_of_sums_is_told_and_is_no_failure(tmp_path: Path, plain: Path) -> None:
+    run = make_run(tmp_path / "run", losses=[5.5 - 0.1 * i for i in range(STEPS)])
+    summary = summary_of(run, plain, treatment="raw_gradients")
+    assert summary.max_loss_difference == pytest.approx(0.5, abs=1e-6)
+    assert summary.as_it_must_be
 
 
 @pytest.mark.parametrize(
@@ -130,7 +171,7 @@ def test_a_parameter_that_differs_in_any_bit_is_told(value: float, plain_value: 
 
 
 def test_runs_of_different_models_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="b is None with the treatment"):
+    with pytest.raises(ValueError, match="b is None in one run"):
         parameter_difference({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(2)})
     with pytest.raises(ValueError, match="a is"):
         parameter_difference({"a": torch.ones(2)}, {"a": torch.ones(3)})
@@ -143,7 +184,7 @@ def test_a_run_that_is_missing_or_ended_early_is_an_error(tmp_path: Path, plain:
         runs.read_run(plain, STEPS + 1)
     early = make_run(tmp_path / "early", losses=[5.0] * 3)
     with pytest.raises(ValueError, match="3 losses, not 25"):
-        compare(job(), runs.read_run(early, 3), runs.read_run(plain, STEPS), 4)
+        compare(job(), runs.read_run(early, 3), *[runs.read_run(plain, STEPS)] * 2, 4)
 
 
 def test_event_files_of_two_runs_are_never_mixed(plain: Path) -> None:
@@ -153,18 +194,30 @@ def test_event_files_of_two_runs_are_never_mixed(plain: Path) -> None:
         runs.read_scalars(plain)
 
 
-def test_a_plain_run_precedes_those_compared_with_it() -> None:
+def test_a_run_follows_those_that_it_is_compared_with() -> None:
     jobs = demo.plan(60, list(demo.TREATMENTS), [1e-4, 1e-5])
     names = [j.name for j in jobs]
+    assert len(names) == len(set(names))
     assert names[0] == "lr1e-4-plain"
     assert names.index("lr1e-5-plain") == names.index("lr1e-5-value") - 1
-    assert len(names) == len(set(names))
+    for i, j in enumerate(jobs):
+        assert j.equal_to is None or j.equal_to in names[:i]
     # The others run at the first learning rate only.
-    assert [n for n in names if n.startswith("lr1e-5")] == [
-        "lr1e-5-plain",
-        "lr1e-5-value",
-        "lr1e-5-exponent",
-    ]
+    assert [n for n in names if n.startswith("lr1e-5")] == ["lr1e-5-plain", "lr1e-5-value"]
+
+
+def test_only_what_sums_in_another_order_than_plain_need_not_equal_it() -> None:
+    equal_to = {j.treatment: j.equal_to for j in demo.plan(60, list(demo.TREATMENTS), [1e-4])}
+    assert equal_to.pop("plain") is None
+    assert equal_to.pop("raw_gradients") is None
+    assert equal_to.pop("value_gradients") == "lr1e-4-raw_gradients"
+    assert set(equal_to.values()) == {"lr1e-4-plain"}
+
+
+def test_what_a_run_must_equal_runs_too() -> None:
+    jobs = demo.plan(60, ["value_gradients"], [1e-4, 1e-5])
+    names = ["lr1e-4-plain", "lr1e-4-raw_gradients", "lr1e-4-value_gradients", "lr1e-5-plain"]
+    assert [j.name for j in jobs] == names
 
 
 @pytest.fixture
@@ -195,7 +248,8 @@ def test_the_demo_writes_a_summary(
     assert demo.main() == 0
     summary = json.loads((quick / "summary.json").read_text())
     assert (summary["world_size"], summary["parameters"]) == (4, 1200)
-    assert [run["treatment"] for run in summary["runs"]] == ["plain", "value"]
+    treatments = [run["treatment"] for run in summary["runs"]]
+    assert treatments == ["plain", "value", "raw_gradients", "value_gradients"]
     assert summary["runs"][1]["plain_losses"] == summary["runs"][0]["losses"]
     for run in summary["runs"]:
         assert run["max_loss_difference"] == run["max_parameter_difference"] == 0
@@ -208,11 +262,46 @@ def test_the_demo_writes_a_summary(
 def test_the_demo_fails_loudly_where_anything_differs(
     trained: dict, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    trained["lr1e-4-value"] = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
+    different = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
+    trained.update({"lr1e-4-value": different, "lr1e-4-value_gradients": different})
     assert demo.main() == 1
     shown = capsys.readouterr()
-    assert "DIFFERENT FROM PLAIN FSDP2: lr1e-4-value" in shown.err
+    assert "*** lr1e-4-value IS DIFFERENT FROM lr1e-4-plain ***" in shown.err
+    assert "*** lr1e-4-value_gradients IS DIFFERENT FROM lr1e-4-raw_gradients ***" in shown.err
     assert "last bit" not in shown.out
+
+
+def test_coded_gradients_must_equal_the_raw_ones_and_not_plain(
+    trained: dict, quick: Path, capsys: pytest.CaptureFixture
+) -> None:
+    other_order = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
+    trained.update({"lr1e-4-raw_gradients": other_order, "lr1e-4-value_gradients": other_order})
+    assert demo.main() == 0
+    trained["lr1e-4-value_gradients"] = {}  # as plain
+    assert demo.main() == 1
+    assert "value_gradients IS DIFFERENT" in capsys.readouterr().err
+
+
+def test_the_tables_show_a_run_a_line_and_fit_a_wide_terminal(
+    trained: dict, tmp_path: Path
+) -> None:
+    bits = {"first_gather": 11.11, "later_gathers": 11.11, "gradients": 9.87}
+    trained["lr1e-4-value_gradients"] = {"bits": bits, "zeros": 0.125}
+    trained["lr1e-4-raw_gradients"] = {"losses": [5.0] * STEPS}
+    trained["lr1e-4-value_gradients"] |= trained["lr1e-4-raw_gradients"]
+    treatments = list(demo.TREATMENTS)
+    shown = tables(
+        demo.run_demo(
+            steps=STEPS, treatments=treatments, learning_rates=[1e-4], output=tmp_path / "demo"
+        )
+    )
+    assert max(map(len, shown.splitlines())) <= 150
+    for treatment in demo.TREATMENTS.values():
+        assert sum(treatment.label in line.split("  ") for line in shown.splitlines()) == 2
+    (wire,) = (line for line in shown.splitlines() if "9.87" in line)
+    assert "12.5%" in wire
+    (raw,) = (line for line in shown.splitlines() if "none: other order of sums" in line)
+    assert demo.TREATMENTS["raw_gradients"].label in raw
 
 
 def test_a_second_demo_leaves_nothing_of_the_first(trained: dict, tmp_path: Path) -> None:

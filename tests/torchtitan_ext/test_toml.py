@@ -90,6 +90,9 @@ def test_keys_of_torchtitan_and_ours_are_set_and_the_others_keep_the_bases_value
         enable = true
         treatment = "exponent"
         parameters = ["*.experts.*"]
+        [narrowcast.reduce_scatter]
+        enable = true
+        treatment = "raw"
         [narrowcast.volume]
         enable = false
         """
@@ -102,6 +105,9 @@ def test_keys_of_torchtitan_and_ours_are_set_and_the_others_keep_the_bases_value
     assert config.compile.components == ["model"]
     assert config.narrowcast.all_gather.treatment == "exponent"
     assert config.narrowcast.all_gather.parameters == ["*.experts.*"]
+    assert config.narrowcast.reduce_scatter.enable
+    assert config.narrowcast.reduce_scatter.treatment == "raw"
+    assert config.narrowcast.reduce_scatter.coder == "auto"
     assert not config.narrowcast.volume.enable
 
 
@@ -276,7 +282,19 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         (
             "[narrowcast.allgather]\nenable = true",
             "narrowcast.allgather = {enable = true}: unknown key; "
-            'did you mean "all_gather"? (allowed: all_gather, volume)',
+            'did you mean "all_gather"? (allowed: all_gather, reduce_scatter, volume)',
+        ),
+        (
+            '[narrowcast.reduce_scatter]\ntreatment = "x"',
+            'narrowcast.reduce_scatter.treatment = "x": must be "coded" or "raw"',
+        ),
+        (
+            "[narrowcast.reduce_scatter]\nenable = 1",
+            "narrowcast.reduce_scatter.enable = 1: must be true or false",
+        ),
+        (
+            '[narrowcast.reduce_scatter]\nparameters = ["*"]',
+            'narrowcast.reduce_scatter.parameters = ["*"]: unknown key',
         ),
         ('[training]\nsteps = "60"', 'training.steps = "60": must be an integer'),
         ("[training]\nsteps = 60.0", "training.steps = 60.0: must be an integer"),
@@ -509,6 +527,8 @@ def test_the_printed_config_is_a_file_for_the_same_job(command_line, write, caps
         top_k = 2
         [narrowcast.all_gather]
         enable = true
+        [narrowcast.reduce_scatter]
+        treatment = "raw"
         """
     )
     command_line("--job.config_file", write(text, DEEPSEEK), "--print-config", "--training.steps=7")
@@ -523,6 +543,8 @@ def test_the_printed_config_is_a_file_for_the_same_job(command_line, write, caps
     assert config.activation_checkpoint is None
     assert config.model_spec.model.layers[5].moe.router.top_k == 2
     assert config.narrowcast.all_gather.enable
+    assert not config.narrowcast.reduce_scatter.enable
+    assert config.narrowcast.reduce_scatter.treatment == "raw"
 
 
 def test_only_the_first_rank_prints(command_line, write, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """torchtitan trains from TOML, and with narrowcast it trains the same, to the bit."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from narrowcast.volume import COLLECTIVES
 from tests.narrowcast.training import same_bits
 from tests.ranks import Ranks
 from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
-from torchtitan_ext import corpus
 from torchtitan_ext.metrics import layout
 
 ON = "--narrowcast.all_gather.enable"
+GRADIENTS = "--narrowcast.reduce_scatter.enable"
+RAW_GRADIENTS = (GRADIENTS, "--narrowcast.reduce_scatter.treatment", "raw")
+UNCOUNTED = "--narrowcast.volume.no-enable"
 LAYOUTS = {
     "fsdp": (),
     "ep 2": ("--parallelism.expert_parallel_degree", "2"),
@@ -36,26 +39,19 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a small corpus in it."""
-    folder = tmp_path_factory.mktemp("training")
-    documents = corpus.standard_library()[:200]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "standard_library", lambda: documents)
-        corpus.make_corpus(folder / "corpus")
-    return folder
-
-
 def _run(ranks: Ranks, folder: Path, name: str, *flags: str) -> list[Trained]:
     toml = write_toml(folder, folder / "corpus", folder / name.replace(" ", "_"))
     return ranks.run(train, str(toml), *flags)
 
 
 def _assert_same(plain: list[Trained], narrowed: list[Trained]) -> None:
-    for ours, theirs in zip(narrowed, plain, strict=True):
-        assert ours.narrowed
-        assert not theirs.narrowed
+    assert all(ours.narrowed for ours in narrowed)
+    assert not any(theirs.narrowed for theirs in plain)
+    _assert_equal(plain, narrowed)
+
+
+def _assert_equal(one: list[Trained], other: list[Trained]) -> None:
+    for ours, theirs in zip(one, other, strict=True):
         assert ours.losses == theirs.losses
         assert ours.state.keys() == theirs.state.keys()
         assert same_bits(list(ours.state.values()), list(theirs.state.values()))
@@ -77,6 +73,65 @@ def test_recomputation_trains_as_plain_torchtitan(ranks, folder: Path, kind: str
         file.write(f'[activation_checkpoint]\ntype = "{kind}"\n')
     plain = ranks(4).run(train, str(toml))
     _assert_same(plain, ranks(4).run(train, str(toml), ON))
+    if kind == "full":
+        raw = ranks(4).run(train, str(toml), *RAW_GRADIENTS)
+        _assert_same(raw, ranks(4).run(train, str(toml), ON, GRADIENTS))
+
+
+def _gradient_bits(trained: list[Trained]) -> float:
+    return trained[0].metrics[-1]["narrowcast/bits_per_parameter/gradients"]
+
+
+def _assert_coded(trained: list[Trained], than: list[Trained]) -> None:
+    """With narrow gathers and gradients, of which fewer bits cross than in the other run."""
+    assert all(one.narrowed and one.narrowed_gradients for one in trained)
+    assert _gradient_bits(trained) < 0.9 * _gradient_bits(than)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ep 2", "ep 4", "accumulated", "fp32 gathers"])
+def test_coded_gradients_train_as_the_raw_ones(ranks, folder: Path, name: str) -> None:
+    """Sums of four, which need not be the backend's."""
+    flags = LAYOUTS[name]
+    raw = _run(ranks(4), folder, f"{name} raw", *RAW_GRADIENTS, *flags)
+    coded = _run(ranks(4), folder, f"{name} coded", ON, GRADIENTS, *flags)
+    assert all(one.narrowed_gradients and not one.narrowed for one in raw)
+    _assert_coded(coded, than=raw)
+    _assert_equal(raw, coded)
+    assert len(set(raw[0].losses)) == 4
+    # Those of bf16 parameters are bf16-valued. Zeros cost nothing.
+    bits_of_others = _gradient_bits(coded) / (1 - coded[0].metrics[-1]["narrowcast/zero_gradients"])
+    assert (bits_of_others < 16) == (name != "fp32 gathers")
+
+
+@pytest.mark.parametrize("name", ["tp 2, ep 2", "hsdp", "hsdp, ep 2"])
+def test_coded_gradients_of_two_shards_train_as_plain_torchtitan(
+    ranks, folder: Path, name: str
+) -> None:
+    flags = LAYOUTS[name]
+    plain = _run(ranks(4), folder, f"{name} of two plain", *flags)
+    coded = _run(ranks(4), folder, f"{name} of two coded", ON, GRADIENTS, *flags)
+    _assert_coded(coded, than=plain)
+    _assert_equal(plain, coded)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ep 2", "accumulated", "fp32 gathers"])
+def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
+    ranks, folder: Path, name: str
+) -> None:
+    flags = LAYOUTS[name]
+    plain = _run(ranks(2), folder, f"{name} 2 plain", *flags)
+    coded = _run(ranks(2), folder, f"{name} 2 coded", ON, GRADIENTS, *flags)
+    _assert_coded(coded, than=plain)
+    _assert_equal(plain, coded)
+    assert len(set(plain[0].losses)) == 4
+
+
+def test_uncounted_coded_gradients_train_the_same(ranks, folder: Path) -> None:
+    plain = _run(ranks(2), folder, "uncounted plain")
+    coded = _run(ranks(2), folder, "uncounted coded", ON, GRADIENTS, UNCOUNTED)
+    assert not any(tag.startswith("narrowcast/") for tag in coded[0].metrics[-1])
+    assert all(one.narrowed and one.narrowed_gradients for one in coded)
+    _assert_equal(plain, coded)
 
 
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-last-save-model-only")
@@ -104,8 +159,33 @@ def test_a_run_resumes_with_and_without_narrowcast(ranks, folder: Path, world_si
         assert whole[0].losses[2:] == ours[0].losses
 
 
+def test_coded_gradients_come_and_go_where_a_run_resumes(ranks, folder: Path) -> None:
+    """Two ranks: plain, coded and plain again are plain all along."""
+    whole = _run(ranks(2), folder, "2 whole", *SAVE)
+    plain = _run(ranks(2), folder, "2 resumed", *SAVE, *FIRST_HALF)
+    coded = _run(ranks(2), folder, "2 resumed", *SAVE, "--training.steps", "3", ON, GRADIENTS)
+    again = _run(ranks(2), folder, "2 resumed", *SAVE)
+    losses = plain[0].losses + coded[0].losses + again[0].losses
+    assert losses == whole[0].losses
+    assert [len(part[0].losses) for part in (plain, coded, again)] == [2, 1, 1]
+    assert coded[0].narrowed_gradients
+    assert not again[0].narrowed_gradients
+    for ours, theirs in zip(again, whole, strict=True):
+        assert same_bits(list(ours.state.values()), list(theirs.state.values()))
+
+
+def test_a_run_of_coded_gradients_resumes_with_raw_ones(ranks, folder: Path) -> None:
+    whole = _run(ranks(4), folder, "4 whole coded", *SAVE, ON, GRADIENTS)
+    coded = _run(ranks(4), folder, "4 coded to raw", *SAVE, *FIRST_HALF, ON, GRADIENTS)
+    raw = _run(ranks(4), folder, "4 coded to raw", *SAVE, *RAW_GRADIENTS)
+    assert coded[0].losses + raw[0].losses == whole[0].losses
+    assert len(raw[0].losses) == 2
+    for ours, theirs in zip(raw, whole, strict=True):
+        assert same_bits(list(ours.state.values()), list(theirs.state.values()))
+
+
 def test_the_dashboard_reads_back_from_the_event_file(ranks, folder: Path) -> None:
-    trained = _run(ranks(4), folder, "dashboard", ON)
+    trained = _run(ranks(4), folder, "dashboard", ON, GRADIENTS)
     (events,) = (folder / "dashboard" / "tb").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events)).Reload()
     scalars = accumulator.Tags()["scalars"]
@@ -121,6 +201,12 @@ def test_the_dashboard_reads_back_from_the_event_file(ranks, folder: Path) -> No
     last = trained[0].metrics[-1]
     assert last["narrowcast/bytes/all_gather"] < 0.3 * last["narrowcast/plain_bytes/all_gather"]
     assert last["narrowcast/bits_per_parameter/first_gather"] < 6
+    for kind in ("reduce_scatter", "all_gather"):
+        sent, plain = (last[f"narrowcast/{b}/{kind}"] for b in ("bytes", "plain_bytes"))
+        assert last[f"narrowcast/ratio/{kind}"] == pytest.approx(sent / plain)
+    assert last["narrowcast/ratio/reduce_scatter"] < 0.6
+    assert last["narrowcast/bits_per_parameter/gradients"] < 16
+    assert 0 < last["narrowcast/zero_gradients"] < 1
     drawn = {
         tag.removeprefix("narrowcast/")
         for charts in layout().values()
@@ -141,20 +227,30 @@ def test_plain_training_is_counted_too(ranks, folder: Path) -> None:
         )
     assert last["narrowcast/bits_per_parameter/first_gather"] == 16
     assert last["narrowcast/bits_per_parameter/later_gathers"] == 16
+    assert last["narrowcast/bits_per_parameter/gradients"] == 32
+    assert last["narrowcast/ratio/reduce_scatter"] == 1
+    assert "narrowcast/zero_gradients" not in last
 
 
 def test_switched_off_it_leaves_torch_and_torchtitan_alone(ranks, folder: Path) -> None:
     toml = write_toml(folder, folder / "corpus", folder / "off")
-    assert ranks(2).run(is_untouched, str(toml)) == [True, True]
+    assert ranks(2).run(is_untouched, str(toml), UNCOUNTED) == [(True, True)] * 2
 
 
-def test_a_switch_that_cannot_work_is_named(ranks, folder: Path) -> None:
-    flags = (ON, "--parallelism.data_parallel_shard_degree", "1")
+@pytest.mark.parametrize("flags", [(ON, GRADIENTS), (GRADIENTS, UNCOUNTED), ()])
+def test_a_closed_trainer_gives_torch_back_its_own(ranks, folder: Path, flags: tuple) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / "closed")
+    assert ranks(2).run(is_untouched, str(toml), *flags) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("section", ["all_gather", "reduce_scatter"])
+def test_a_switch_that_cannot_work_is_named(ranks, folder: Path, section: str) -> None:
+    flags = (f"--narrowcast.{section}.enable", "--parallelism.data_parallel_shard_degree", "1")
     flags += ("--parallelism.data_parallel_replicate_degree", "2")
     toml = write_toml(folder, folder / "corpus", folder / "cannot")
     for outcome in ranks(2).outcomes(train, str(toml), *flags):
         assert outcome.type == "ValueError"
-        assert "narrowcast.all_gather.enable = true" in outcome.message
+        assert f"narrowcast.{section}.enable = true" in outcome.message
         assert "fully_shard" in outcome.message
 
 
@@ -169,9 +265,9 @@ def test_torchrun_launches_it(folder: Path, entry: str) -> None:
     toml = write_toml(folder, folder / "corpus", folder / entry.replace(".", "_"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", entry, *ENTRIES[entry]]
-    command += ["--job.config_file", str(toml), "--training.steps", "2", ON]
+    command += ["--job.config_file", str(toml), "--training.steps", "2", ON, GRADIENTS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step:  2  loss:" in done.stdout
-    assert "bits a parameter: first gather" in done.stdout
+    assert re.search(r"bits a parameter: first gather \S+, later \S+, gradients \d", done.stdout)

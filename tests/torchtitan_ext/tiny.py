@@ -102,6 +102,7 @@ class Trained:
     metrics: list[dict[str, float]]
     state: dict[str, Tensor]
     narrowed: bool
+    narrowed_gradients: bool
 
 
 def train(toml: str, *flags: str) -> Trained:
@@ -118,13 +119,20 @@ def train(toml: str, *flags: str) -> Trained:
 
         trainer.metrics_processor.logger.log = record_metrics
         trainer.train()
-        return Trained(losses, metrics, _state(trainer), trainer.narrowed is not None)
+        return Trained(
+            losses,
+            metrics,
+            _state(trainer),
+            trainer.narrowed is not None,
+            trainer.narrowed_gradients is not None,
+        )
 
 
-def is_untouched(toml: str) -> bool:
-    """Whether a trainer with every switch off has the very collectives of plain torch."""
+def is_untouched(toml: str, *flags: str) -> tuple[bool, bool]:
+    """Whether a trainer has the very collectives of plain torch, while it is open and closed."""
     all_reduce = dist.all_reduce
-    with _quick(), _trainer(toml, "--narrowcast.volume.no-enable") as trainer:
+
+    def untouched(trainer: Any) -> bool:
         groups = param_groups(trainer.model_parts[0])
         return (
             dist.all_reduce is all_reduce
@@ -132,6 +140,10 @@ def is_untouched(toml: str) -> bool:
             and all(is_default(group.reduce_scatter) for group in groups)
             and not trainer.optimizers._optimizer_step_post_hooks
         )
+
+    with _quick(), _trainer(toml, *flags) as trainer:
+        while_open = untouched(trainer)
+    return while_open, untouched(trainer)
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class NarrowedModel:
             self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     def _after_step(self) -> None:
-        if self.ledger is not None:
+        if self.ledger is not None and self.ledger.last is not None:
             self.ledger.last.kept_bytes = self.kept_bytes
         self.refresh()
 

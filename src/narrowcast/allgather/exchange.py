@@ -38,42 +38,58 @@ def start_round(
 def exchange(
     payload_for: Callable[[int], Tensor], group: dist.ProcessGroup
 ) -> Iterator[tuple[int, Tensor]]:
-    """Sends every other rank of the group its own payload, and yields those that come from them.
+    """Swaps payloads with every other rank of the group, one after the other.
 
     Sizes differ by pair and are known only once a payload is made, so each is announced right
-    before it, and its receiver asks for exactly as much. While a payload travels the next is made,
-    and while the last ones do, the first are there to be read.
+    before it, and its receiver asks for exactly as much. While a swap is under way, what came by
+    the one before can be read, and the payload of the next is made: no more than four payloads
+    exist at once.
 
     Args:
-        payload_for: makes the payload, uint8, for a rank of the group. It must not raise: a peer
+        payload_for: makes the payload, uint8, for a rank of the group. It must not raise: the other
             would wait for ever.
 
     Yields:
-        The sender's rank in the group, and its payload, in the order rank - 1, rank - 2, ...
+        A rank of the group, and the payload that came from it.
     """
-    rank, world_size = group.rank(), group.size()
-    travelling = []
-    for distance in range(1, world_size):
-        peers = (rank + distance) % world_size, (rank - distance) % world_size
-        payload = payload_for(peers[0])
-        size = torch.tensor([payload.numel()], device=payload.device)
+    under_way: tuple[int, Tensor, list[dist.Work], Tensor] | None = None
+    for partner in partners(group.rank(), group.size()):
+        ours = payload_for(partner)
+        size = torch.tensor([ours.numel()], device=ours.device)
         their_size = torch.empty_like(size)
-        for work in _start_swap(size, their_size, *peers, group):
-            work.wait()
-        theirs = payload.new_empty(int(their_size))
-        works = _start_swap(payload, theirs, *peers, group)
-        travelling.append((peers[1], theirs, works, payload))
-    for sender, theirs, works, _ in travelling:
-        for work in works:
-            work.wait()
-        yield sender, theirs
+        _wait(_start_swap(size, their_size, partner, group))
+        theirs = ours.new_empty(int(their_size))
+        works = _start_swap(ours, theirs, partner, group)
+        if under_way is not None:
+            _wait(under_way[2])
+            yield under_way[:2]
+        under_way = (partner, theirs, works, ours)
+    if under_way is not None:
+        _wait(under_way[2])
+        yield under_way[:2]
+
+
+def partners(rank: int, world_size: int) -> Iterator[int]:
+    """Every other rank, in an order by which all ranks swap in pairs at a time: the rounds of a
+    tournament, by the circle method. One rank pauses in each where their number is odd."""
+    last = world_size + world_size % 2 - 1
+    for turn in range(last):
+        partner = (turn - rank) % last if rank < last else turn * (last + 1) // 2 % last
+        if partner == rank:
+            partner = last
+        if partner < world_size:
+            yield partner
 
 
 def _start_swap(
-    ours: Tensor, theirs: Tensor, receiver: int, sender: int, group: dist.ProcessGroup
+    ours: Tensor, theirs: Tensor, partner: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
-    """Sends ``ours`` to one rank and receives ``theirs`` from another. Asks before it sends, since
-    gloo loses half of a slow link otherwise."""
-    ask = dist.P2POp(dist.irecv, theirs, group=group, group_peer=sender)
-    send = dist.P2POp(dist.isend, ours, group=group, group_peer=receiver)
+    """Asks before it sends, since gloo loses half of a slow link otherwise."""
+    ask = dist.P2POp(dist.irecv, theirs, group=group, group_peer=partner)
+    send = dist.P2POp(dist.isend, ours, group=group, group_peer=partner)
     return dist.batch_isend_irecv([ask, send])
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

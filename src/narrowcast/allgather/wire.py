@@ -66,13 +66,15 @@ class VerificationError(NarrowcastError):
 
 @contextmanager
 def blamed(subject: str) -> Iterator[None]:
-    """Begins the message of an error with what it is about; decoding that fails is one."""
+    """Begins the message of an error with what it is about, and makes any a NarrowcastError."""
     try:
         yield
     except ValueError as error:
         raise PayloadError(f"{subject} does not decode: {error}") from error
     except NarrowcastError as error:
         raise type(error)(f"{subject} {error}") from error
+    except Exception as error:
+        raise NarrowcastError(f"{subject}: {type(error).__name__}: {error}") from error
 
 
 class Status(IntEnum):

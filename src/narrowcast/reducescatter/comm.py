@@ -66,7 +66,7 @@ class NarrowReduceScatter(ReduceScatter):
             NarrowcastError: on every rank of the group alike.
             ValueError: ``op`` is none that FSDP2 asks for.
         """
-        factor, divisor = reduction(op, group.size())
+        factor, divisor = reduction(op, group)
         rows_WN = input_tensor.view(group.size(), -1)
         with self.ledger.named() if self.ledger is not None else nullcontext():
             self._exchange(rows_WN, group)

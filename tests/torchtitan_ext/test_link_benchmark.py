@@ -1,0 +1,42 @@
+"""The link benchmark times every collective of the real job, and compares like with like."""
+
+from collections import Counter
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.torchtitan_ext.tiny import write_toml
+from torchtitan_ext import link_benchmark
+from torchtitan_ext.link_benchmark import KINDS, VARIANTS, measure, table
+
+
+def _measured(toml: str) -> dict[str, tuple[list[Counter[str]], int]]:
+    from torchtitan_ext import compat, cpu
+
+    compat.apply()
+    cpu.apply()
+    flags = ["--job.config_file", toml, "--training.steps", "2"]
+    with patch("torchtitan.trainer.time.sleep"), patch.object(link_benchmark.sys, "argv", ["it"]):
+        return {name: measure([*flags, *variant.split()]) for name, variant in VARIANTS.items()}
+
+
+def test_every_step_of_every_variant_is_timed(ranks, folder: Path) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / "links")
+    measured = ranks(2).run(_measured, str(toml))
+    assert measured[0] == measured[1]  # of the slowest rank, on both
+    for steps, largest in measured[0].values():
+        assert len(steps) == 2
+        assert all(step[kind] > 0 for step in steps for kind in KINDS)
+        assert largest > 10_000
+
+
+def test_the_table_has_medians_spread_and_ratios_to_both_baselines() -> None:
+    def steps(*seconds: float) -> list[Counter[str]]:
+        return [Counter(all_gather=s, reduce_scatter=2 * s) for s in seconds]
+
+    seconds = dict(zip(VARIANTS, (steps(2, 4, 9), steps(2, 2, 2), steps(1, 1, 1)), strict=True))
+    rows = table(seconds).splitlines()[1:]
+    assert [row.split()[-6:] for row in rows] == [
+        ["12.00", "(6.00", "to", "27.00)", "1.00", "2.00"],
+        ["6.00", "(6.00", "to", "6.00)", "0.50", "1.00"],
+        ["3.00", "(3.00", "to", "3.00)", "0.25", "0.50"],
+    ]
