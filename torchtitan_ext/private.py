@@ -1,6 +1,8 @@
 """The private names of torchtitan that we depend on, all seen in torchtitan 0.3.0."""
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +36,14 @@ def owner(config_cls: type[Configurable.Config]) -> type[Configurable]:
     """
     assert config_cls._owner is not None, f"{config_cls.__qualname__} has no owner"
     return config_cls._owner
+
+
+def skip_final_sleep() -> None:
+    """Training then ends without the two seconds for which the first rank waits for the others:
+    the only use that `torchtitan.trainer` makes of `time.sleep`."""
+    import torchtitan.trainer
+
+    torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
 
 
 def tensorboard_writers(logger: BaseLogger) -> list[SummaryWriter]:

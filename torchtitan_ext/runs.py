@@ -13,13 +13,11 @@ import re
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -163,14 +161,12 @@ def read_parameters(folder: Path, step: int) -> dict[str, Tensor]:
 def _train_rank(flags: list[str]) -> None:
     """What each rank runs."""
     # Not above: the CPU support has to come before the rest of torchtitan_ext.
-    import torchtitan.trainer
-
+    from torchtitan_ext.private import skip_final_sleep
     from torchtitan_ext.train import main
 
     # One log a rank, with tracebacks and warnings where they occur.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
-    # Its only sleep is the one at the end.
-    torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+    skip_final_sleep()
     sys.argv = ["torchtitan_ext.train", *flags]
     main()
 

@@ -109,7 +109,8 @@ def ordered(bits_N: Tensor, layout: FloatLayout) -> Tensor:
 
     Neighbouring floats become neighbouring integers, across zero too. Its own inverse.
     """
-    return bits_N ^ ((bits_N >> (layout.width - 1)) & layout.max_int)
+    flipped = (bits_N >> (layout.width - 1)).bitwise_and_(layout.max_int)
+    return flipped.bitwise_xor_(bits_N)
 
 
 def zigzag_difference(new_N: Tensor, old_N: Tensor, layout: FloatLayout) -> Tensor:
@@ -120,7 +121,7 @@ def zigzag_difference(new_N: Tensor, old_N: Tensor, layout: FloatLayout) -> Tens
 
 def apply_zigzag_difference(code_N: Tensor, old_N: Tensor, layout: FloatLayout) -> Tensor:
     """Inverse of ``zigzag_difference``: the new bits of shape (N,)."""
-    difference = ((code_N >> 1) & layout.max_int).bitwise_xor_((code_N & 1).neg_())
+    difference = (code_N >> 1).bitwise_and_(layout.max_int).bitwise_xor_((code_N & 1).neg_())
     return ordered(difference.add_(ordered(old_N, layout)), layout)
 
 

@@ -42,17 +42,20 @@ def encode(values_N: Tensor, treatment: Treatment, coder: Coder) -> Encoded:
     if treatment == "raw" or layout is None or values_N.numel() == 0:
         return encode_raw(values_N)
     bits_N = values_N.view(layout.bits)
-    if bits_N.count_nonzero() == 0:
+    upper_N, upper_layout = bits_N, layout
+    if layout is _FP32:
+        upper_N, upper_layout = (bits_N >> 16).to(_BF16.bits), _BF16
+    exponents_N = floats.exponents(upper_N, upper_layout)
+    num_nonzero = int(exponents_N.count_nonzero())
+    if num_nonzero == 0 and bits_N.count_nonzero() == 0:
         return Encoded(Form.ZEROS, ())
-    if layout is not _FP32:
-        encoded = Encoded(Form.PLANES, _encode_planes(bits_N, layout, coder))
-    else:
-        planes = _encode_planes((bits_N >> 16).to(_BF16.bits), _BF16, coder)
-        if (bits_N & 0xFFFF).count_nonzero() == 0:
-            encoded = Encoded(Form.PLANES, planes)
-        else:
-            lower = floats.byte_planes(bits_N.to(torch.int16))
-            encoded = Encoded(Form.HALVES, (*planes, _smaller(lower, coder)))
+    plane = floats.sign_mantissa(upper_N, upper_layout)
+    if num_nonzero <= (1 - _LEAST_ZEROS) * bits_N.numel():
+        plane = _smaller(plane, coder)
+    encoded = Encoded(Form.PLANES, (plane, coder.encode(exponents_N)))
+    if layout is _FP32 and (bits_N & 0xFFFF).count_nonzero():
+        lower = floats.byte_planes(bits_N.to(torch.int16))
+        encoded = Encoded(Form.HALVES, (*encoded.sections, _smaller(lower, coder)))
     raw_size = values_N.numel() * values_N.element_size()
     return encoded if encoded.size < raw_size else encode_raw(values_N)
 
@@ -85,15 +88,6 @@ def decode_into(values_N: Tensor, encoded: Encoded, coder: Coder) -> None:
                 bits_N |= floats.from_byte_planes(planes, torch.int16).to(torch.int32) & 0xFFFF
         case _:
             raise ValueError(f"{encoded.form.name} arrived where {values_N.dtype} was due")
-
-
-def _encode_planes(bits_N: Tensor, layout: floats.FloatLayout, coder: Coder) -> tuple[Tensor, ...]:
-    exponents_N = floats.exponents(bits_N, layout)
-    plane = floats.sign_mantissa(bits_N, layout)
-    num_zeros = bits_N.numel() - int(exponents_N.count_nonzero())
-    if num_zeros >= _LEAST_ZEROS * bits_N.numel():
-        plane = _smaller(plane, coder)
-    return plane, coder.encode(exponents_N)
 
 
 def _decode_planes(
