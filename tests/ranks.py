@@ -1,6 +1,7 @@
 """Runs functions on gloo ranks: processes that stay up from test to test, one thread each."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -75,6 +76,19 @@ class Ranks:
             process.join()
 
 
+def _end_subgroups() -> None:
+    """Ends the process groups that earlier functions made: a thread of each wakes up a hundred
+    times a second. All ranks have returned from those functions by now."""
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # keeps meshes, and with them the names of their groups
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
 def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -92,6 +106,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()
+            _end_subgroups()
             try:
                 result = function(*args)
             except BaseException as error:  # SystemExit and torch's CheckpointException too
