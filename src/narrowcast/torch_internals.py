@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
+    DefaultAllocMixin,
     DefaultReduceScatter,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
@@ -33,6 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 __all__ = [
     "AllGather",
+    "DefaultAllocMixin",
     "ParamGroup",
     "ReduceScatter",
     "count_collectives",

@@ -24,7 +24,7 @@ from narrowcast.allgather.codec import Encoded, Form, Scheme
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import start_round
 from narrowcast.floats import FloatLayout
-from narrowcast.torch_internals import AllGather, ParamGroup, WorkThatFinishes
+from narrowcast.torch_internals import AllGather, DefaultAllocMixin, ParamGroup, WorkThatFinishes
 from narrowcast.volume import Changes, Ledger, all_reduce_bytes, count_changes, shard_type
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class GroupState:
 
 
 @dataclass
-class NarrowAllGather(AllGather):
+class NarrowAllGather(DefaultAllocMixin, AllGather):
     """All-gathers the shards of one parameter group, sending what their receivers do not keep.
 
     Attributes:
@@ -155,11 +155,6 @@ class NarrowAllGather(AllGather):
     verify_interval: int = 0
     ledger: Ledger | None = None
     states: dict[tuple[str, int, torch.dtype], GroupState] = field(default_factory=dict)
-
-    def allocate(
-        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,

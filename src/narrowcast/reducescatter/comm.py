@@ -15,7 +15,6 @@ import hashlib
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -26,12 +25,18 @@ from narrowcast.allgather.comm import MAX_RUN_VALUES
 from narrowcast.allgather.exchange import exchange
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.codec import Treatment
-from narrowcast.torch_internals import ParamGroup, ReduceScatter, WorkThatFinishes, reduction
+from narrowcast.torch_internals import (
+    DefaultAllocMixin,
+    ParamGroup,
+    ReduceScatter,
+    WorkThatFinishes,
+    reduction,
+)
 from narrowcast.volume import Ledger, all_reduce_bytes
 
 
 @dataclass
-class NarrowReduceScatter(ReduceScatter):
+class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Reduce-scatters the gradients of one parameter group.
 
     Every contribution arrives at its owner to the last bit, and is summed there in the order of
@@ -46,11 +51,6 @@ class NarrowReduceScatter(ReduceScatter):
     treatment: Treatment
     coder: Coder
     ledger: Ledger | None = None
-
-    def allocate(
-        self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
