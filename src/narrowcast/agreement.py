@@ -18,7 +18,8 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
         ValueError: there are none.
     """
     models = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(models, Iterable):
+    models = list(models) if isinstance(models, Iterable) else [models]
+    if not all(isinstance(one, nn.Module) for one in models):
         raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:

@@ -37,6 +37,7 @@ __all__ = [
     "DefaultAllocMixin",
     "ParamGroup",
     "ReduceScatter",
+    "WorkThatFinishes",
     "count_collectives",
     "is_default",
     "param_groups",

@@ -229,6 +229,12 @@ def test_a_model_that_is_not_sharded_is_refused() -> None:
         narrow_all_gather(nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("model", ["a", ["a"], None])
+def test_what_is_no_model_is_refused(model: object) -> None:
+    with pytest.raises(ValueError, match=r"allowed: a torch.nn.Module, or several"):
+        narrow_all_gather(model)
+
+
 def _narrow_twice() -> None:
     model, optimizer = build(Setup())
     handle = narrow_all_gather(model, optimizer)

@@ -4,6 +4,7 @@ And it is plain FSDP2 to the bit at two ranks, where a sum has but one order.
 """
 
 import itertools
+import weakref
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast.allgather import exchange as exchange_module
 from narrowcast.allgather.coders import Zstd
 from narrowcast.allgather.exchange import exchange, partners
 from narrowcast.reducescatter import codec, comm
@@ -270,6 +272,27 @@ def test_all_ranks_swap_in_pairs_so_that_none_waits_for_one_that_waits(world_siz
             assert left[a].pop(0) == b
         rounds += 1
     assert rounds <= world_size - 1 + world_size % 2
+
+
+def _most_payloads_alive() -> int:
+    made: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def start_swap(ours: Tensor, theirs: Tensor, *args: Any) -> list[dist.Work]:
+        nonlocal most
+        if ours.dtype == torch.uint8:  # not a size
+            made.extend((weakref.ref(ours), weakref.ref(theirs)))
+            most = max(most, sum(payload() is not None for payload in made))
+        return original(ours, theirs, *args)
+
+    original = exchange_module._start_swap
+    with patch.object(exchange_module, "_start_swap", start_swap):
+        reduce_scatter(torch.ones(4 * 100), dist.ReduceOp.SUM)
+    return most
+
+
+def test_four_payloads_exist_at_a_time(ranks) -> None:
+    assert ranks(4).run(_most_payloads_alive) == [4] * 4
 
 
 def _trained(setup: Setup) -> tuple[list[float], list[Tensor]]:

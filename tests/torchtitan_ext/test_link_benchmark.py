@@ -1,8 +1,11 @@
 """The link benchmark times every collective of the real job, and compares like with like."""
 
+import subprocess
 from collections import Counter
 from pathlib import Path
 from unittest.mock import patch
+
+import pytest
 
 from tests.torchtitan_ext.tiny import write_toml
 from torchtitan_ext import link_benchmark
@@ -27,6 +30,16 @@ def test_every_step_of_every_variant_is_timed(ranks, folder: Path) -> None:
         assert len(steps) == 2
         assert all(step[kind] > 0 for step in steps for kind in KINDS)
         assert largest > 10_000
+
+
+@pytest.mark.parametrize(
+    "arguments", [("2", "1gbit"), ("x", "1gbit", "true"), ("300", "1gbit", "true")]
+)
+def test_slow_links_shows_its_usage_before_it_does_anything(arguments: tuple[str, ...]) -> None:
+    script = Path(__file__).parents[2] / "scripts" / "slow_links"
+    done = subprocess.run([script, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "scripts/slow_links RANKS RATE command" in done.stderr
 
 
 def test_the_table_has_medians_spread_and_ratios_to_both_baselines() -> None:

@@ -43,7 +43,7 @@ def exchange(
     Sizes differ by pair and are known only once a payload is made, so each is announced right
     before it, and its receiver asks for exactly as much. While a swap is under way, what came by
     the one before can be read, and the payload of the next is made: no more than four payloads
-    exist at once.
+    exist at once, if the caller keeps none.
 
     Args:
         payload_for: makes the payload, uint8, for a rank of the group. It must not raise: the other

@@ -2,9 +2,9 @@
 
     rank r's contribution      to its owners          at the owner
     +--------+                                        +--------+
-    | rows 0 |  encode  ->  payload  -> rank 0        | row 0  |  decoded over the rows that have
+    | row 0  |  encode  ->  payload  -> rank 0        | row 0  |  decoded over the rows that have
     | ...    |                                        | ...    |  been sent, then summed in the
-    | rows W |  encode  ->  payload  -> rank W        | row W  |  order of ranks
+    | row W-1|  encode  ->  payload  -> rank W - 1    | row W-1|  order of ranks
     +--------+                                        +--------+
 
 Nothing is kept from call to call, so no rank can come out of step. A receiver alone sees a payload
@@ -96,6 +96,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
                     self._decode(rows_WN[sender], payload, settings)
             except wire.NarrowcastError as wrong:
                 error = error or wrong
+            del payload  # or it would live until the next one comes
         raise_alike(error, group, rows_WN.device)
         if self.ledger is not None:
             others = group.size() - 1
@@ -132,8 +133,9 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         head, body = wire.unpack(payload)
         if head.settings != settings:
             raise wire.SettingsError(
-                "holds other gradients than are due here: give every rank the same model, mesh, "
-                "treatment and reduce dtype, and let the same parameters have gradients"
+                "holds other gradients than are due here, by their number, dtype or treatment: "
+                "give every rank the same model, mesh, treatment and reduce dtype, and let the "
+                "same parameters have gradients on all"
             )
         coder = (self.coder.wire_id, self.coder.wire_version)
         if head.status == wire.Status.OK and head.coder != coder:
