@@ -96,6 +96,139 @@ class ReduceScatterConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class RoutingTraceConfig:
+    enable: bool = False
+    """
+    Record which experts the tokens of chosen steps select in every MoE layer, into one file that
+    `narrowcast trace show` and `narrowcast placement plan` read. Training is not changed.
+    """
+
+    file: str = field(
+        default="routing_trace.safetensors", metadata={"allowed": "a path, not empty"}
+    )
+    """Where the trace goes, after the last recorded step. Relative to dump_folder."""
+
+    first_step: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
+    """The first recorded step."""
+
+    num_steps: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
+    """How many steps are recorded."""
+
+    interval: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
+    """Every how many steps one is recorded, from first_step on."""
+
+    scores: bool = False
+    """Record the routing scores of the selected experts too: 4 bytes each, where an id takes 1."""
+
+    max_mib: int = field(default=256, metadata={"allowed": "an integer of at least 1"})
+    """
+    Limit of the file's size. Where the tokens of the chosen steps take more, evenly spaced ones of
+    every step are recorded.
+    """
+
+    def __post_init__(self) -> None:
+        _check(
+            "narrowcast.routing_trace",
+            self,
+            file=_is_text(self.file) and bool(self.file),
+            first_step=_is_int(self.first_step, at_least=1),
+            num_steps=_is_int(self.num_steps, at_least=1),
+            interval=_is_int(self.interval, at_least=1),
+            max_mib=_is_int(self.max_mib, at_least=1),
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class PlacementConfig:
+    file: str = field(default="", metadata={"allowed": "a path; empty for none"})
+    """
+    Train with the placement of this file (`narrowcast placement plan`). One of file, trace and
+    after_steps switches placement on. Losses are those of training without: only where experts
+    live changes. Needs parallelism.expert_parallel_degree > 1.
+    """
+
+    trace: str = field(default="", metadata={"allowed": "a path; empty for none"})
+    """Plan a placement from this trace at the start, and train with it."""
+
+    after_steps: int = field(default=0, metadata={"allowed": "an integer of at least 0"})
+    """
+    Watch the run's own first so many steps, plan a placement from them, and move the experts.
+    0 means never.
+    """
+
+    every_steps: int = field(
+        default=0, metadata={"allowed": "0, or an integer of at least after_steps"}
+    )
+    """
+    With after_steps: plan again every so many steps, each time from the after_steps steps before.
+    0 means once.
+    """
+
+    method: Literal["rows", "pairwise", "occult", "random", "contiguous"] = "rows"
+    """
+    How a placement is planned. "rows": search on the rows sent, the number of ranks that a token
+    goes to. "pairwise": the local search of Expert Coupling on pairs that share a rank. "occult":
+    algorithm 1 of Occult. "random" and "contiguous" are for comparison.
+    """
+
+    nodes: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
+    """
+    Nodes that the ranks of an expert-parallel group are spread over. A placement is planned for the
+    nodes first, then for the ranks of each. Groups of a node-limited router stay on one node.
+    """
+
+    max_load: float = field(default=0.0, metadata={"allowed": "0, or a number of at least 1"})
+    """
+    Bound on the assignments of the busiest rank over the mean, for method "rows". 0 means none.
+    """
+
+    cross_node_weight: float = field(default=0.0, metadata={"allowed": "a number of at least 0"})
+    """
+    What one more node of a token costs, in rows within a node, for method "rows" and nodes > 1.
+    0 means that nodes come first, whatever it costs within them.
+    """
+
+    @property
+    def enable(self) -> bool:
+        return bool(self.file or self.trace or self.after_steps)
+
+    def __post_init__(self) -> None:
+        _check(
+            "narrowcast.placement",
+            self,
+            file=_is_text(self.file),
+            trace=_is_text(self.trace),
+            after_steps=_is_int(self.after_steps, at_least=0),
+            every_steps=_is_int(self.every_steps, at_least=0)
+            and (self.every_steps == 0 or self.every_steps >= self.after_steps),
+            nodes=_is_int(self.nodes, at_least=1),
+            max_load=_is_number(self.max_load) and (self.max_load == 0 or self.max_load >= 1),
+            cross_node_weight=_is_number(self.cross_node_weight) and self.cross_node_weight >= 0,
+        )
+        sources = {"file": self.file, "trace": self.trace, "after_steps": self.after_steps}
+        given = [f"{name} = {value!r}" for name, value in sources.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"narrowcast.placement: {' and '.join(given)}: give one of them")
+        if self.every_steps and not self.after_steps:
+            raise ValueError(
+                f"narrowcast.placement.every_steps = {self.every_steps}: works with after_steps, "
+                "which is not given"
+            )
+        bounds = {"max_load": self.max_load, "cross_node_weight": self.cross_node_weight}
+        for name, value in bounds.items():
+            if value and self.method != "rows":
+                raise ValueError(
+                    f'narrowcast.placement.{name} = {value}: works with method = "rows", not '
+                    f'"{self.method}"'
+                )
+        if self.cross_node_weight and self.nodes == 1:
+            raise ValueError(
+                f"narrowcast.placement.cross_node_weight = {self.cross_node_weight}: works with "
+                "nodes > 1"
+            )
+
+
+@dataclass(kw_only=True, slots=True)
 class VolumeConfig:
     enable: bool = True
     """
@@ -111,6 +244,8 @@ class VolumeConfig:
 class NarrowcastConfig:
     all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
     reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
+    routing_trace: RoutingTraceConfig = field(default_factory=RoutingTraceConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     volume: VolumeConfig = field(default_factory=VolumeConfig)
 
 
@@ -205,6 +340,14 @@ def _extended_class(config_cls: type, plugin: type, sections: tuple[tuple[str, t
 
 def _is_int(value: object, *, at_least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value < float("inf")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_patterns(value: object) -> bool:

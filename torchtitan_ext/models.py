@@ -110,6 +110,38 @@ def links() -> Trainer.Config:
     )
 
 
+def experts_top2() -> Trainer.Config:
+    """As `experts`, with 2 experts a token."""
+    return _experts(2)
+
+
+def experts() -> Trainer.Config:
+    """An MoE whose routing is worth a look: 4 layers of 32 small experts, top-4, 5 million
+    parameters."""
+    return _experts(4)
+
+
+def experts_top8() -> Trainer.Config:
+    """As `experts`, with 8 experts a token."""
+    return _experts(8)
+
+
+def _experts(top_k: int) -> Trainer.Config:
+    return _on_corpus(
+        qwen3_moe(
+            flavor=f"experts-top{top_k}",
+            n_layers=4,
+            dim=128,
+            n_heads=4,
+            n_kv_heads=2,
+            head_dim=32,
+            moe_hidden_dim=64,
+            num_experts=32,
+            top_k=top_k,
+        )
+    )
+
+
 def _on_corpus(model_spec: ModelSpec) -> Trainer.Config:
     return Trainer.Config(
         model_spec=model_spec,

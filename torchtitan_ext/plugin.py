@@ -1,5 +1,7 @@
 """What narrowcast adds to torchtitan's trainer, once the trainer has built model and optimizer."""
 
+import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -11,7 +13,9 @@ from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatte
 from narrowcast.torch_internals import param_groups
 from narrowcast.volume import CountedModel, Ledger, count_volume
 from torchtitan_ext.metrics import MetricsPlugin
+from torchtitan_ext.placing import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
+from torchtitan_ext.tracing import TraceRun
 
 __all__ = ["MetricsPlugin", "TrainerPlugin"]
 
@@ -22,15 +26,22 @@ class TrainerPlugin:
     Attributes:
         narrowed: the handle of the narrowed all-gathers; None where they are plain FSDP2's.
         narrowed_gradients: the same of the reduce-scatters.
+        placed: where the experts live; None where that is where torchtitan puts them.
     """
 
     narrowed: NarrowedModel | None = None
     narrowed_gradients: NarrowedGradients | None = None
+    placed: PlacementRun | None = None
+    _traced: TraceRun | None = None
     _counted: CountedModel | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         switches = config.narrowcast
+        if switches.placement.enable:
+            self.placed = PlacementRun(self)
+        if switches.routing_trace.enable:
+            self._traced = TraceRun(self)
         if switches.all_gather.enable:
             self.narrowed = _install(
                 narrow_all_gather, config, "all_gather", self.model_parts, self.optimizers
@@ -46,11 +57,26 @@ class TrainerPlugin:
         if ledger is not None:
             for dispatcher in token_dispatchers(self.model_parts):
                 count_token_dispatch(dispatcher, ledger)
+            if self.placed is not None:
+                self.placed.experts.on_sent = functools.partial(ledger.add, "other", plain_bytes=0)
+
+    def train_step(self, data_iterator: Any) -> None:
+        """A step of training, watched where a trace or a placement is to come of it."""
+        runs = [run for run in (self.placed, self._traced) if run is not None]
+        with contextlib.ExitStack() as stack:
+            for run in runs:
+                stack.enter_context(run.during(self.step))
+            super().train_step(data_iterator)
+        ledger = self._ledger()
+        with contextlib.nullcontext() if ledger is None else ledger.extra():
+            for run in runs:
+                run.after(self.step)
 
     def close(self) -> None:
         """Give the model back its own collectives, then close the trainer."""
-        for handle in self._handles():
-            handle.remove()
+        for handle in (*self._handles(), self._traced, self.placed):
+            if handle is not None:
+                handle.remove()
         super().close()
 
     def _handles(self) -> list[NarrowedModel | NarrowedGradients | CountedModel]:

@@ -2,15 +2,18 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.tensorboard import SummaryWriter
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import BaseLogger, TensorBoardLogger
 from torchtitan.config import ConfigManager, Configurable
-from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from narrowcast.volume import Ledger
@@ -53,6 +56,79 @@ def tensorboard_writers(logger: BaseLogger) -> list[SummaryWriter]:
     """
     loggers = getattr(logger, "_loggers", [])
     return [one.writer for one in loggers if isinstance(one, TensorBoardLogger)]
+
+
+def moe_layers(model_part: nn.Module) -> dict[str, MoE]:
+    """The MoE modules of a model by name, in its order.
+
+    `canonical_fqn` takes out what checkpointing and compilation put between names.
+    """
+    return {
+        canonical_fqn(name): module
+        for name, module in model_part.named_modules()
+        if isinstance(module, MoE)
+    }
+
+
+def on_dispatch(
+    moe: MoE, record: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Callable[[], None]:
+    """Call `record(ids_TK, scores_TK)` with what this rank's tokens selected, at every dispatch.
+
+    Dispatchers are no modules, and have no hooks. Returns a function that ends it.
+    """
+    dispatcher = moe.routed_experts.token_dispatcher
+    dispatch = dispatcher.dispatch
+
+    def recorded(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *rest: Any):
+        record(ids_TK, scores_TK)
+        return dispatch(x_TD, scores_TK, ids_TK, *rest)
+
+    dispatcher.dispatch = recorded
+
+    def undo() -> None:
+        assert dispatcher.dispatch is recorded, "hooks must be undone in reverse order"
+        del dispatcher.dispatch
+
+    return undo
+
+
+def around_checkpoints(
+    checkpointer: BaseCheckpointManager,
+    in_model_order: Callable[[], AbstractContextManager],
+    after_loading: Callable[[], None],
+) -> None:
+    """Save and load checkpoints within `in_model_order()`.
+
+    Whether a step is to be saved is known to `_should_save` alone, and `_save` reads parameters
+    before it calls anything public. Staging in the background must end before parameters change.
+
+    Raises:
+        ValueError: it is a checkpoint manager of another kind, which is not known.
+    """
+    if not isinstance(checkpointer, CheckpointManager):
+        raise ValueError(
+            f"checkpoints are written by a {type(checkpointer).__qualname__}: experts are put in "
+            "the model's own order for torchtitan's CheckpointManager alone"
+        )
+    save, load = checkpointer._save, checkpointer.load
+
+    def save_in_model_order(curr_step: int, last_step: bool = False) -> bool:
+        if not checkpointer._should_save(curr_step, last_step):
+            return save(curr_step, last_step)
+        checkpointer.maybe_wait_for_saving()
+        with in_model_order():
+            saved = save(curr_step, last_step)
+            checkpointer.maybe_wait_for_staging()
+            return saved
+
+    def load_in_model_order(step: int = -1) -> bool:
+        with in_model_order():
+            loaded = load(step)
+        after_loading()
+        return loaded
+
+    checkpointer._save, checkpointer.load = save_in_model_order, load_in_model_order
 
 
 def token_dispatchers(model_parts: list[nn.Module]) -> list[AllToAllTokenDispatcher]:

@@ -11,6 +11,7 @@ as long as a ledger runs: there is no public hook that sees them.
 
 import functools
 import inspect
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 __all__ = [
     "AllGather",
@@ -42,6 +45,7 @@ __all__ = [
     "is_default",
     "param_groups",
     "reduction",
+    "rows_by_rank",
 ]
 
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -173,6 +177,34 @@ def reduction(
     if op == dist.ReduceOp.PREMUL_SUM:
         return op.factor, 1  # not documented
     raise ValueError(f"reduce operation {op}; allowed: SUM, AVG, PREMUL_SUM")
+
+
+def rows_by_rank(tensor: DTensor) -> dict[int, range]:
+    """Which rows (dimension 0) lie on which global ranks, this one among them.
+
+    Only ranks that hold the same part of the other dimensions, and are of the same replica. Each
+    holds consecutive rows, be it by expert parallelism, by FSDP, or by one within the other.
+    `DTensor` tells a rank its own part alone.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    mine = mesh.get_coordinate()
+    assert mine is not None, "this rank holds no part of the tensor"
+    split = [
+        dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) == 0
+    ]
+    rows = {}
+    for coordinate in itertools.product(*(range(mesh.size(dim)) for dim in split)):
+        there = list(mine)
+        for dim, index in zip(split, coordinate, strict=True):
+            there[dim] = index
+        shape, offset = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, there, placements
+        )
+        rows[int(mesh.mesh[tuple(there)])] = range(offset[0], offset[0] + shape[0])
+    held = sorted((r for r in rows.values() if len(r)), key=lambda r: r.start)
+    covered = [row for part in held for row in part]
+    assert covered == list(range(tensor.shape[0])), f"rows of {placements} are not consecutive"
+    return rows
 
 
 class WorkThatFinishes(dist._Work):

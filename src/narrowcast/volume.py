@@ -285,6 +285,13 @@ class Ledger:
         finally:
             _caller_counts.value = outer
 
+    @contextmanager
+    def extra(self) -> Iterator[None]:
+        """What is sent within a step in here, plain torch does not send."""
+        plain_bytes = self.current.plain["other"]
+        yield
+        self.current.plain["other"] = plain_bytes
+
     def is_first_gather(self, group: ParamGroup) -> bool:
         """Whether a parameter group was not gathered yet in this step."""
         return group not in self._gathered

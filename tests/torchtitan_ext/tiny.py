@@ -4,7 +4,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +22,7 @@ dump_folder = "{dump}"
 
 [base]
 module = "tests.torchtitan_ext.tiny"
-config = "tiny"
+config = "{config}"
 
 [dataloader]
 dataset = "narrowcast_corpus"
@@ -59,19 +59,13 @@ imports = ["torchtitan_ext.cpu.scaled_dot_product_attention"]
 """
 
 
-def tiny() -> Any:
+def tiny(top_k: int = 2, flavor: str = "tiny") -> Any:
     """One expert more than ranks divide; odd widths."""
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.optimizer import default_adamw
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.trainer import Trainer
-
-    from torchtitan_ext import corpus
     from torchtitan_ext.models import qwen3_moe
 
-    return Trainer.Config(
-        model_spec=qwen3_moe(
-            flavor="tiny",
+    return _on_corpus(
+        qwen3_moe(
+            flavor=flavor,
             n_layers=2,
             dim=48,
             n_heads=4,
@@ -79,8 +73,95 @@ def tiny() -> Any:
             head_dim=16,
             moe_hidden_dim=32,
             num_experts=8,
-            top_k=2,
+            top_k=top_k,
+        )
+    )
+
+
+def top4() -> Any:
+    """Sums of four outputs, whose order shows."""
+    return tiny(top_k=4, flavor="top4")
+
+
+def deepseek() -> Any:
+    """Node-limited routing with shared experts and a bias, after a dense layer."""
+    from torchtitan.components.optimizer import register_moe_load_balancing_hook
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+    from torchtitan.models.deepseek_v3 import (
+        _EMBEDDING_INIT,
+        _NORM_INIT,
+        DeepSeekV3Model,
+        _build_dsv3_layers,
+        _output_linear_init,
+        parallelize_deepseekv3,
+    )
+    from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+    from torchtitan.protocols.model_spec import ModelSpec
+
+    from torchtitan_ext import corpus
+
+    dim = 48
+    model = DeepSeekV3Model.Config(
+        vocab_size=corpus.VOCAB_SIZE,
+        dim=dim,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=corpus.VOCAB_SIZE, embedding_dim=dim, param_init=_EMBEDDING_INIT
         ),
+        norm=RMSNorm.Config(normalized_shape=dim, param_init=_NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=dim,
+            out_features=corpus.VOCAB_SIZE,
+            param_init=_output_linear_init(dim),
+        ),
+        layers=_build_dsv3_layers(
+            n_layers=3,
+            n_dense_layers=1,
+            dim=dim,
+            n_heads=4,
+            q_lora_rank=0,
+            kv_lora_rank=16,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            mscale=0.7,
+            dense_hidden_dim=64,
+            moe_hidden_dim=32,
+            num_experts=8,
+            num_shared_experts=1,
+            router_top_k=3,
+            router_score_func="sigmoid",
+            router_num_expert_groups=4,
+            router_num_limited_groups=2,
+            router_route_norm=True,
+            attn_backend="flex",
+            moe_comm_backend="standard",
+            non_blocking_capacity_factor=None,
+            rope=ComplexRoPE.Config(dim=8, max_seq_len=4096, theta=10000.0),
+        ),
+    )
+    return _on_corpus(
+        ModelSpec(
+            name="deepseek_v3",
+            flavor="tiny",
+            model=model,
+            parallelize_fn=parallelize_deepseekv3,
+            pipelining_fn=None,
+            post_optimizer_build_fn=register_moe_load_balancing_hook,
+            state_dict_adapter=DeepSeekV3StateDictAdapter,
+        )
+    )
+
+
+def _on_corpus(model_spec: Any) -> Any:
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+    from torchtitan.trainer import Trainer
+
+    from torchtitan_ext import corpus
+
+    return Trainer.Config(
+        model_spec=model_spec,
         dataloader=HuggingFaceTextDataLoader.Config(),
         loss=CrossEntropyLoss.Config(global_vocab_size=corpus.VOCAB_SIZE),
         optimizer=default_adamw(lr=1e-3),
@@ -88,9 +169,9 @@ def tiny() -> Any:
     )
 
 
-def write_toml(folder: Path, corpus: Path, dump: Path) -> Path:
+def write_toml(folder: Path, corpus: Path, dump: Path, config: str = "tiny") -> Path:
     file = folder / f"{dump.name}.toml"
-    file.write_text(TOML.format(corpus=corpus, dump=dump))
+    file.write_text(TOML.format(corpus=corpus, dump=dump, config=config))
     return file
 
 
@@ -103,29 +184,51 @@ class Trained:
     state: dict[str, Tensor]
     narrowed: bool
     narrowed_gradients: bool
+    experts_LE: Tensor | None
 
 
 def train(toml: str, *flags: str) -> Trained:
     """Trains in this rank's process, as ``torchtitan_ext.train`` would, and reports."""
     with _quick(), _trainer(toml, *flags) as trainer:
-        losses: list[float] = []
-        metrics: list[dict[str, float]] = []
-        log = trainer.metrics_processor.logger.log
+        return _report(trainer)
 
-        def record_metrics(values: dict[str, float], step: int) -> None:
-            losses.append(values["loss_metrics/global_avg_loss"])
-            metrics.append(values)
-            log(values, step)
 
-        trainer.metrics_processor.logger.log = record_metrics
-        trainer.train()
-        return Trained(
-            losses,
-            metrics,
-            _state(trainer),
-            trainer.narrowed is not None,
-            trainer.narrowed_gradients is not None,
-        )
+def train_plain(toml: str, *flags: str) -> Trained:
+    """The same by torchtitan's own trainer, in which nothing of ours is."""
+    from torchtitan.trainer import Trainer
+
+    with _quick(), _trainer(toml, *flags, cls=Trainer) as trainer:
+        assert type(trainer) is Trainer
+        return _report(trainer)
+
+
+def build(toml: str, *flags: str) -> None:
+    """Makes a trainer, and closes it."""
+    with _trainer(toml, *flags):
+        pass
+
+
+def _report(trainer: Any) -> Trained:
+    losses: list[float] = []
+    metrics: list[dict[str, float]] = []
+    log = trainer.metrics_processor.logger.log
+
+    def record_metrics(values: dict[str, float], step: int) -> None:
+        losses.append(values["loss_metrics/global_avg_loss"])
+        metrics.append(values)
+        log(values, step)
+
+    trainer.metrics_processor.logger.log = record_metrics
+    trainer.train()
+    placed = getattr(trainer, "placed", None)
+    return Trained(
+        losses,
+        metrics,
+        _state(trainer),
+        getattr(trainer, "narrowed", None) is not None,
+        getattr(trainer, "narrowed_gradients", None) is not None,
+        placed.placement.experts_LE if placed else None,
+    )
 
 
 def is_untouched(toml: str, *flags: str) -> tuple[bool, bool]:
@@ -147,7 +250,7 @@ def is_untouched(toml: str, *flags: str) -> tuple[bool, bool]:
 
 
 @contextlib.contextmanager
-def _trainer(toml: str, *flags: str) -> Iterator[Any]:
+def _trainer(toml: str, *flags: str, cls: type | None = None) -> Iterator[Any]:
     from torchtitan_ext import compat, cpu
 
     compat.apply()
@@ -157,18 +260,37 @@ def _trainer(toml: str, *flags: str) -> Iterator[Any]:
     arguments = ["--module", "torchtitan_ext", "--config", "from_toml"]
     arguments += ["--job.config_file", toml, *flags]
     with patch.object(sys, "argv", ["train", *arguments]):
-        trainer = ConfigManager().parse_args().build()
+        config = ConfigManager().parse_args()
+    if cls is not None:
+        config = _of(cls, config)
+    trainer = config.build()
     try:
         yield trainer
     finally:
         trainer.close()
 
 
+def _of(cls: type, config: Any) -> Any:
+    """The configuration without our sections."""
+    from torchtitan.components.metrics import MetricsProcessor
+
+    def without(config_cls: type, config: Any) -> Any:
+        given = {f.name: getattr(config, f.name) for f in fields(config_cls) if f.init}
+        return config_cls(**given)
+
+    plain = without(cls.Config, config)
+    plain.metrics = without(MetricsProcessor.Config, config.metrics)
+    return plain
+
+
 def _state(trainer: Any) -> dict[str, Tensor]:
-    tensors = dict(trainer.model_parts[0].named_parameters())
-    tensors |= dict(trainer.model_parts[0].named_buffers())
-    tensors |= {k: v for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
-    return {name: _local(tensor).clone() for name, tensor in tensors.items()}
+    """Parameters, buffers and optimizer states of this rank, experts in the model's own order."""
+    placed = getattr(trainer, "placed", None)
+    with placed.experts.in_model_order() if placed else contextlib.nullcontext():
+        tensors = dict(trainer.model_parts[0].named_parameters())
+        tensors |= dict(trainer.model_parts[0].named_buffers())
+        tensors |= {k: v for k, v in trainer.optimizers.state_dict().items() if torch.is_tensor(v)}
+        return {name: _local(tensor).clone() for name, tensor in tensors.items()}
 
 
 def _local(tensor: Tensor | nn.Parameter) -> Tensor:

@@ -1,0 +1,181 @@
+"""The command `narrowcast`: looks at routing traces; plans and judges placements of experts."""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from narrowcast.experts.correlation import MIN_TOKENS
+from narrowcast.experts.heatmap import coselection_heatmap
+from narrowcast.experts.metrics import (
+    WIDTH,
+    PlacementMetrics,
+    measure,
+    measure_router,
+    placement_table,
+    router_table,
+)
+from narrowcast.experts.placement import Placement, contiguous, load_placement
+from narrowcast.experts.planning import HELD_OUT, Method, plan
+from narrowcast.experts.routing import RoutingTrace, load_trace
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: its arguments; by default those of the process.
+
+    Returns:
+        The exit code: 0, or 2 after an error, of which one line on stderr tells.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"narrowcast: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="narrowcast",
+        description="Routing traces, and placements of experts planned from them.",
+    )
+    nouns = parser.add_subparsers(required=True, metavar="{trace,placement}")
+    trace = nouns.add_parser("trace", help="look at routing traces")
+    trace_verbs = trace.add_subparsers(required=True, metavar="{show}")
+
+    show = trace_verbs.add_parser("show", help="show loads and correlations of experts")
+    show.set_defaults(run=_show_trace)
+    show.add_argument("trace", type=Path, metavar="FILE")
+    show.add_argument(
+        "--layers", nargs="+", metavar="NAME", help="only these, with the load of every expert"
+    )
+
+    placement = nouns.add_parser("placement", help="plan placements of experts, and judge them")
+    placement_verbs = placement.add_subparsers(required=True, metavar="{plan,show}")
+
+    planner = placement_verbs.add_parser("plan", help="place experts by a trace")
+    planner.set_defaults(run=_plan)
+    planner.add_argument("trace", type=Path, metavar="TRACE")
+    planner.add_argument("--ranks", type=int, required=True, help="expert-parallel degree")
+    planner.add_argument("--nodes", type=int, default=1, help="that the ranks are spread over")
+    planner.add_argument("--method", choices=get_args(Method), default="rows", help="(rows)")
+    planner.add_argument("--max-load", type=float, help="of the busiest rank, over the mean")
+    planner.add_argument(
+        "--cross-node-weight",
+        type=float,
+        help="what one more node of a token costs, in rows; by default nodes come first",
+    )
+    planner.add_argument("--restarts", type=int, default=8, help="seeded starts of rows (8)")
+    planner.add_argument("--seed", type=int, default=0)
+    planner.add_argument("--output", type=Path, required=True, metavar="FILE")
+
+    judge = placement_verbs.add_parser("show", help="judge a placement by a trace")
+    judge.set_defaults(run=_show_placement)
+    judge.add_argument("trace", type=Path, metavar="TRACE")
+    judge.add_argument("placement", type=Path, metavar="PLACEMENT")
+    judge.add_argument("--heatmap", type=Path, metavar="FILE.png", help="draw co-selections")
+    judge.add_argument("--layer", metavar="NAME", help="to draw; by default the first")
+    return parser
+
+
+def _show_trace(arguments: argparse.Namespace) -> None:
+    trace = load_trace(arguments.trace)
+    chosen = arguments.layers or trace.layers
+    if unknown := set(chosen) - set(trace.layers):
+        raise ValueError(
+            f"{arguments.trace} has no layer {', '.join(sorted(unknown))}: "
+            f"it has {', '.join(trace.layers)}"
+        )
+    layers = [layer for layer in measure_router(trace) if layer.layer in chosen]
+    print(_head(trace))
+    print(f"\n{router_table(layers)}")
+    if trace.num_tokens < 2 * MIN_TOKENS:
+        print(
+            f"\nThe trace is short: correlations need {MIN_TOKENS} tokens, and held-out ones as "
+            "many in each half."
+        )
+    if arguments.layers:
+        for layer in layers:
+            loads = " ".join(map(str, layer.load_E.tolist()))
+            print(f"\n{layer.layer}, tokens of each expert:\n{textwrap.fill(loads, WIDTH)}")
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    trace = load_trace(arguments.trace)
+    placement = plan(
+        trace,
+        arguments.ranks,
+        num_nodes=arguments.nodes,
+        method=arguments.method,
+        max_load=arguments.max_load,
+        cross_node_weight=arguments.cross_node_weight,
+        restarts=arguments.restarts,
+        seed=arguments.seed,
+        progress=True,
+    )
+    fitted, held_out = trace.split(HELD_OUT)
+    table = _before_and_after(held_out, placement)
+    placement.save(arguments.output)
+    print(_head(trace))
+    print(f"Fitted on {fitted.num_tokens} tokens, judged on the later {held_out.num_tokens}")
+    print(f"{table}\n\nWrote {arguments.output}")
+    if arguments.max_load is not None:
+        _warn_of_load(measure(fitted, placement), arguments.max_load)
+
+
+def _show_placement(arguments: argparse.Namespace) -> None:
+    trace = load_trace(arguments.trace)
+    placement = load_placement(arguments.placement)
+    table = _before_and_after(trace, placement)
+    if arguments.heatmap:
+        layer = arguments.layer or trace.layers[0]
+        coselection_heatmap(trace, placement, layer, arguments.heatmap)
+    print(f"{_head(trace)}\n{table}")
+    if arguments.heatmap:
+        print(f"\nWrote {arguments.heatmap}")
+
+
+def _head(trace: RoutingTrace) -> str:
+    steps = trace.step_T.unique().tolist()
+    span = (
+        f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
+    )
+    return (
+        f"{trace.model}: {len(trace.layers)} MoE layers, top-{trace.top_k} of {trace.num_experts} "
+        f"experts, recorded at EP {trace.num_ranks}; {trace.num_tokens} tokens of {span}"
+    )
+
+
+def _before_and_after(trace: RoutingTrace, placement: Placement) -> str:
+    before = contiguous(
+        trace.model, trace.layers, trace.num_experts, placement.num_ranks, placement.num_nodes
+    )
+    after = measure(trace, placement)
+    table = placement_table({"before": measure(trace, before), "after": after})
+    nodes = "1 node" if placement.num_nodes == 1 else f"{placement.num_nodes} nodes"
+    return (
+        f"Before: contiguous; after: {placement.method}; on {placement.num_ranks} ranks of {nodes}"
+        f"\n\n{table}"
+    )
+
+
+def _warn_of_load(layers: Sequence[PlacementMetrics], max_load: float) -> None:
+    over = [layer for layer in layers if layer.busiest_load > max_load]
+    if over:
+        worst = max(over, key=lambda layer: layer.busiest_load)
+        print(
+            f"narrowcast: warning: {len(over)} of {len(layers)} layers are above --max-load "
+            f"{max_load} on the tokens that it was fitted on, {worst.layer} the most with "
+            f"{worst.busiest_load:.3f}",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""Which experts are selected together: in one layer, and from one layer to the next.
+
+Sources: "Occult" (section 2.1, equations 3 and 4) for the co-selection graph of a layer; "Expert
+Coupling" (II.B, VI.A, appendix D) for the tables from layer to layer, and for how far a table of
+some tokens holds for others.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# The fewest tokens that Expert Coupling fits tables on (VI.A).
+MIN_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class CrossLayerTable:
+    """How often each expert of the next layer follows given experts of the layers before.
+
+    Attributes:
+        keys_NQ: (N, Q) int64, the given experts, one of each of the Q layers before; in ascending
+            order, each row once.
+        counts_NE: (N, E) int64, tokens that selected the row's experts and then expert e.
+        support_N: (N,) int64, tokens that selected the row's experts: what it was estimated from.
+    """
+
+    keys_NQ: Tensor
+    counts_NE: Tensor
+    support_N: Tensor
+
+    @property
+    def probabilities_NE(self) -> Tensor:
+        """(N, E) float64: that a token with the row's experts selects expert e next.
+
+        A row sums to K, for a token selects K experts. It is nan where the support is 0.
+        """
+        return self.counts_NE.double() / self.support_N[:, None]
+
+
+def coselection(ids_TK: Tensor, num_experts: int, weight_T: Tensor | None = None) -> Tensor:
+    """How many tokens selected both expert i and expert j (Occult, equation 3).
+
+    Args:
+        ids_TK: (T, K) experts of each token, each once in a row, of any integer dtype.
+        num_experts: E.
+        weight_T: (T,) whole number of tokens that each row stands for; by default one.
+
+    Returns:
+        (E, E) int64, symmetric, with a zero diagonal.
+    """
+    ids_TK = ids_TK.long()
+    first_P, second_P = torch.triu_indices(ids_TK.shape[1], ids_TK.shape[1], offset=1)
+    pair_TP = ids_TK[:, first_P] * num_experts + ids_TK[:, second_P]
+    weight = None
+    if weight_T is not None:
+        # bincount adds in float64, which is exact for whole numbers up to 2**53.
+        weight = weight_T.double()[:, None].expand_as(pair_TP).reshape(-1)
+    counts = torch.bincount(pair_TP.reshape(-1), weight, minlength=num_experts**2)
+    counts_EE = counts.long().view(num_experts, num_experts)
+    return counts_EE + counts_EE.T
+
+
+def normalized(counts_EE: Tensor) -> Tensor:
+    """(E, E) float64: co-selection counts over the largest of them (Occult, equation 4).
+
+    Without any co-selection all of it is 0.
+    """
+    return counts_EE.double() / counts_EE.max().clamp(min=1)
+
+
+def first_order(previous_TK: Tensor, next_TK: Tensor, num_experts: int) -> CrossLayerTable:
+    """From each expert of a layer to the experts of the next (Expert Coupling, II.B).
+
+    Args:
+        previous_TK, next_TK: (T, K) experts of the same tokens in two successive layers.
+        num_experts: E.
+
+    Returns:
+        E rows, one for every expert, with support 0 for one that no token selected.
+
+    Raises:
+        ValueError: fewer than `MIN_TOKENS` tokens.
+    """
+    return _table(torch.arange(num_experts)[:, None], previous_TK.long(), next_TK, num_experts)
+
+
+def second_order(
+    before_TK: Tensor, previous_TK: Tensor, next_TK: Tensor, num_experts: int
+) -> CrossLayerTable:
+    """From pairs of experts, one of each of two successive layers, to the experts of the next.
+
+    Args:
+        before_TK, previous_TK, next_TK: (T, K) experts of the same tokens in three successive
+            layers.
+        num_experts: E.
+
+    Returns:
+        One row for every pair that some token selected: at most T * K * K, of E * E that there are.
+
+    Raises:
+        ValueError: fewer than `MIN_TOKENS` tokens.
+    """
+    pair_TKK = before_TK.long()[:, :, None] * num_experts + previous_TK.long()[:, None, :]
+    pair_N, row_TKK = pair_TKK.unique(return_inverse=True)
+    keys_NQ = torch.stack([pair_N // num_experts, pair_N % num_experts], dim=1)
+    return _table(keys_NQ, row_TKK.flatten(1), next_TK, num_experts)
+
+
+def most_frequent_next(table: CrossLayerTable) -> Tensor:
+    """(N,) float64: the share of each row's tokens that select its most frequent next expert.
+
+    Expert Coupling, II.B: "112 of 128 layer-8 experts send at least 30 % of their tokens to one
+    specific layer-9 expert, and the median share is 48 %". It is nan where the support is 0.
+    """
+    return table.probabilities_NE.amax(dim=1)
+
+
+def held_out_correlation(
+    fitted: Tensor | CrossLayerTable, held_out: Tensor | CrossLayerTable
+) -> float:
+    """How far a table of some tokens holds for others: Pearson's correlation of their entries.
+
+    Expert Coupling, VI.A, reports 0.93 (top-2) and 0.98 (top-6) for co-selection on 4,096 tokens.
+
+    Args:
+        fitted, held_out: of `coselection`, of which each pair of experts enters once; or of
+            `first_order`, of which all counts do.
+
+    Returns:
+        From -1 to 1; nan where all entries of a table are equal.
+    """
+    x, y = (_entries(table).double() for table in (fitted, held_out))
+    x, y = x - x.mean(), y - y.mean()
+    return (x.dot(y) / (x.norm() * y.norm())).item()
+
+
+def _entries(table: Tensor | CrossLayerTable) -> Tensor:
+    if isinstance(table, CrossLayerTable):
+        return table.counts_NE.flatten()
+    first_P, second_P = torch.triu_indices(*table.shape, offset=1)
+    return table[first_P, second_P]
+
+
+def _table(keys_NQ: Tensor, row_TC: Tensor, next_TK: Tensor, num_experts: int) -> CrossLayerTable:
+    """Counts the C rows that each token belongs to against the K experts it selects next."""
+    if len(next_TK) < MIN_TOKENS:
+        raise ValueError(
+            f"{len(next_TK)} tokens are too few to estimate which expert follows which from: "
+            f"record at least {MIN_TOKENS}"
+        )
+    rows = len(keys_NQ)
+    counts = torch.zeros(rows * num_experts, dtype=torch.int64)
+    for next_T in next_TK.long().unbind(dim=1):
+        entry_TC = row_TC * num_experts + next_T[:, None]
+        counts += torch.bincount(entry_TC.flatten(), minlength=len(counts))
+    support_N = torch.bincount(row_TC.flatten(), minlength=rows)
+    return CrossLayerTable(keys_NQ, counts.view(rows, num_experts), support_N)

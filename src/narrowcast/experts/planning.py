@@ -1,0 +1,170 @@
+"""Plans a placement from a trace: layer by layer, fitted on earlier, judged on later tokens."""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from narrowcast.experts import partition
+from narrowcast.experts.correlation import MIN_TOKENS, coselection, normalized
+from narrowcast.experts.metrics import rows_per_token
+from narrowcast.experts.placement import Placement, from_parts
+from narrowcast.experts.routing import RoutingTrace
+
+Method = Literal["contiguous", "random", "occult", "pairwise", "rows"]
+
+# The share of a trace's later tokens that a plan must prove itself on.
+HELD_OUT = 0.2
+
+
+def plan(
+    trace: RoutingTrace,
+    num_ranks: int,
+    *,
+    num_nodes: int = 1,
+    method: Method = "rows",
+    max_load: float | None = None,
+    cross_node_weight: float | None = None,
+    restarts: int = 8,
+    seed: int = 0,
+    progress: bool = False,
+) -> Placement:
+    """The placement of every layer's experts that sends the fewest rows, as a method finds it.
+
+    Args:
+        trace: of at least 1,024 tokens.
+        num_ranks: expert-parallel degree, which divides the number of experts.
+        num_nodes: that the ranks are spread over, consecutive ranks on a node.
+        method: "contiguous"; "random"; "occult", algorithm 1 of Occult; "pairwise", the local
+            search of Expert Coupling (V.A); "rows", search on the number of rows itself.
+        max_load: bound on the assignments of the busiest rank over the mean. Of "rows" alone.
+        cross_node_weight: what one more node of a token costs, in rows. None: nodes first, then
+            ranks within each. Of "rows" alone.
+        restarts: seeded starts of "rows".
+        seed: of "random" and of the restarts.
+        progress: show a bar on stderr.
+
+    Raises:
+        ValueError: too few tokens, or numbers that do not divide.
+    """
+    check(trace, num_ranks, num_nodes)
+    if max_load is not None and not max_load >= 1:
+        raise ValueError(f"max_load = {max_load}: no rank can be below the mean, give at least 1")
+    layers = range(len(trace.layers))
+    search = functools.partial(
+        plan_layer,
+        trace,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        method=method,
+        max_load=max_load,
+        cross_node_weight=cross_node_weight,
+        restarts=restarts,
+        seed=seed,
+    )
+    bar = tqdm(layers, desc="placement", unit="layer", disable=not progress)
+    return placement_of(trace, [search(layer) for layer in bar], num_ranks, num_nodes, method)
+
+
+def plan_layer(
+    trace: RoutingTrace,
+    layer: int,
+    *,
+    num_ranks: int,
+    num_nodes: int = 1,
+    method: Method = "rows",
+    max_load: float | None = None,
+    cross_node_weight: float | None = None,
+    restarts: int = 8,
+    seed: int = 0,
+) -> Tensor:
+    """(E,) the expert in each slot of one layer. Arguments as of `plan`, after `check`.
+
+    Contiguous, unless what was fitted on the earlier tokens sends fewer rows for the later ones, or
+    is needed for `max_load`.
+    """
+    num_experts = trace.num_experts
+    contiguous_E = partition.contiguous(num_experts, num_ranks)
+    fitted, held_out = (part.ids_LTK[layer].long() for part in trace.split(HELD_OUT))
+    match method:
+        case "contiguous":
+            return from_parts(contiguous_E)
+        case "random":
+            return from_parts(partition.random(num_experts, num_ranks, seed + layer))
+        case "occult":
+            graph_EE = normalized(coselection(fitted, num_experts))
+            rank_E = partition.occult(graph_EE, num_ranks)
+        case "pairwise":
+            rank_E = _pairwise(coselection(fitted, num_experts), num_ranks, num_nodes)
+        case "rows":
+            rank_E = partition.search(
+                partition.RoutedSets.of(fitted, num_experts),
+                num_ranks,
+                num_nodes=num_nodes,
+                num_groups=trace.num_groups,
+                cross_node_weight=cross_node_weight,
+                max_load=max_load,
+                restarts=restarts,
+                seed=seed,
+            )
+        case _:
+            raise ValueError(f"method = {method!r}: there are {Method.__args__}")
+    if max_load is None and rows_per_token(held_out, rank_E) >= rows_per_token(
+        held_out, contiguous_E
+    ):
+        return from_parts(contiguous_E)
+    return from_parts(rank_E)
+
+
+def _pairwise(weight_EE: Tensor, num_ranks: int, num_nodes: int) -> Tensor:
+    """Nodes first, then the ranks of each, from contiguous (Expert Coupling, V.A)."""
+    nodes_E = partition.contiguous(len(weight_EE), num_nodes)
+    node_E = partition.pairwise(weight_EE, nodes_E, num_nodes)
+    per_node = num_ranks // num_nodes
+    rank_E = torch.empty_like(node_E)
+    for node in range(num_nodes):
+        here_M = (node_E == node).nonzero()[:, 0]
+        start_M = partition.contiguous(len(here_M), per_node)
+        rank_M = partition.pairwise(weight_EE[here_M][:, here_M], start_M, per_node)
+        rank_E[here_M] = node * per_node + rank_M
+    return rank_E
+
+
+def placement_of(
+    trace: RoutingTrace,
+    experts_by_layer: Sequence[Tensor],
+    num_ranks: int,
+    num_nodes: int,
+    method: str,
+) -> Placement:
+    """The placement made of the plans of all layers."""
+    return Placement(
+        model=trace.model,
+        layers=trace.layers,
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        method=method,
+        experts_LE=torch.stack(list(experts_by_layer)),
+    )
+
+
+def check(trace: RoutingTrace, num_ranks: int, num_nodes: int) -> None:
+    """Raise a ValueError if no placement can be planned from the trace for these ranks."""
+    if trace.num_tokens < MIN_TOKENS:
+        raise ValueError(
+            f"the trace holds {trace.num_tokens} tokens: a placement takes at least {MIN_TOKENS}. "
+            "Record more steps"
+        )
+    if num_ranks < 1 or trace.num_experts % num_ranks:
+        raise ValueError(
+            f"{trace.num_experts} experts do not divide over {num_ranks} ranks: give an "
+            "expert-parallel degree that divides them"
+        )
+    if num_nodes < 1 or num_ranks % num_nodes:
+        raise ValueError(
+            f"{num_ranks} ranks do not divide over {num_nodes} nodes: give a number of nodes that "
+            "divides them"
+        )

@@ -1,0 +1,269 @@
+"""The command `narrowcast`, from files to what it prints, writes and returns."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast import cli
+from narrowcast.cli import main
+from narrowcast.experts.correlation import coselection
+from narrowcast.experts.placement import Placement, contiguous, load_placement
+from narrowcast.experts.planning import HELD_OUT
+from narrowcast.experts.routing import RoutingTrace
+
+LAYERS = ("layers.1.moe", "layers.2.moe")
+# Expert e is always selected with e + 4 in the first layer, and with e ^ 1 in the second.
+PARTNERS = torch.stack([(torch.arange(8) + 4) % 8, torch.arange(8) ^ 1])
+# Those who share a rank if four ranks hold two experts each.
+BEST = torch.tensor([[0, 4, 1, 5, 2, 6, 3, 7], list(range(8))])
+
+
+def make_trace(num_tokens: int = 3072) -> RoutingTrace:
+    first_T = torch.arange(num_tokens) * 5 % 8
+    ids_LTK = torch.stack([torch.stack([first_T, of_E[first_T]], dim=1) for of_E in PARTNERS])
+    token_T = torch.arange(num_tokens)
+    step_T, rank_T = token_T // 1024 + 1, token_T // 512 % 2
+    return RoutingTrace("qwen3 demo", LAYERS, 8, 2, ids_LTK, step_T, rank_T, token_T % 512)
+
+
+def best() -> Placement:
+    return Placement("qwen3 demo", LAYERS, 4, 1, "rows", BEST)
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.safetensors"
+    make_trace().save(path)
+    return path
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines()]
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """The one line on stderr of a command that fails."""
+    assert main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("narrowcast: ")
+    return line
+
+
+def test_a_trace_is_shown_without_torchtitan(trace_file, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "narrowcast"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("torchtitan", "torchtitan_ext"):
+        monkeypatch.setitem(sys.modules, name, None)  # whoever imports it fails
+    anew = importlib.import_module("narrowcast.cli")
+    assert anew is not cli
+    assert anew.main(["trace", "show", str(trace_file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "qwen3 demo: 2 MoE layers, top-2 of 8 experts, recorded at EP 2; "
+        "3072 tokens of 3 steps, 1 to 3\n"
+    )
+    rows = rows_of(shown)
+    # Four of 28 pairs occur, equally often; an expert is first of its pair half of the time, and
+    # is followed by itself then.
+    assert ["layers.1.moe", "1.00", "1.00", "25.0%", "3.6%", "1.000", "50.0%"] in rows
+    assert ["layers.2.moe", "1.00", "1.00", "25.0%", "3.6%", "1.000", "-"] in rows
+    # C_T at EP 2, 4 and 8.
+    assert ["layers.1.moe", "2.00", "2.00", "2.00"] in rows
+    assert ["layers.2.moe", "1.00", "1.00", "2.00"] in rows
+
+
+def test_chosen_layers_are_shown_with_the_load_of_every_expert(trace_file, capsys):
+    assert main(["trace", "show", str(trace_file), "--layers", LAYERS[1]]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.1.moe" not in shown
+    assert f"layers.2.moe, tokens of each expert:\n{' '.join(['768'] * 8)}\n" in shown
+
+
+def test_a_short_trace_is_shown_without_correlations(tmp_path, capsys):
+    path = tmp_path / "short.safetensors"
+    make_trace(100).save(path)
+    assert main(["trace", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "100 tokens of step 1\n" in shown
+    assert "The trace is short" in shown
+    first_layer = next(row for row in rows_of(shown) if row[:1] == ["layers.1.moe"])
+    assert first_layer[-2:] == ["-", "-"]
+
+
+def test_a_plan_is_written_and_judged(trace_file, tmp_path, capsys):
+    output = tmp_path / "new" / "placement.json"
+    arguments = ["placement", "plan", trace_file, "--ranks", "4", "--output", output]
+    assert main([str(argument) for argument in arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "Fitted on 2458 tokens, judged on the later 614\n" in shown
+    assert "Before: contiguous; after: rows; on 4 ranks of 1 node\n" in shown
+    c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
+    assert c_t["layers.1.moe", "before"] == "2.00"
+    assert c_t["layers.1.moe", "after"] == "1.00"
+    assert c_t["mean", "before"] == "1.50"
+    assert c_t["mean", "after"] == "1.00"
+    placement = load_placement(output)
+    assert (placement.layers, placement.num_ranks, placement.method) == (LAYERS, 4, "rows")
+    assert placement.ranks_LE[0].tolist()[:4] == placement.ranks_LE[0].tolist()[4:]
+
+
+def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted_on(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    calls = []
+    given = make_trace()
+    fitted, _ = given.split(HELD_OUT)
+    given.ids_LTK[:, fitted.num_tokens :] = torch.arange(2)  # later ones: experts of one rank
+    given.save(trace_file)
+
+    def plan(trace: RoutingTrace, num_ranks: int, **options: object) -> Placement:
+        calls.append((trace, num_ranks, options))
+        return replace(best(), num_nodes=2)
+
+    monkeypatch.setattr(cli, "plan", plan)
+    command = f"placement plan {trace_file} --ranks 4 --nodes 2 --method rows --max-load 1.5 "
+    command += "--cross-node-weight 3 --restarts 5 --seed 7"
+    assert main([*command.split(), "--output", str(tmp_path / "p.json")]) == 0
+    ((trace, num_ranks, options),) = calls
+    assert torch.equal(trace.ids_LTK, given.ids_LTK)
+    rows = [row[:3] for row in rows_of(capsys.readouterr().out)]
+    assert ["layers.1.moe", "before", "1.00"] in rows
+    assert ["layers.1.moe", "after", "2.00"] in rows
+    assert num_ranks == 4
+    assert options == {
+        "num_nodes": 2,
+        "method": "rows",
+        "max_load": 1.5,
+        "cross_node_weight": 3.0,
+        "restarts": 5,
+        "seed": 7,
+        "progress": True,
+    }
+
+
+def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys, monkeypatch):
+    trace = make_trace()
+    # Experts 4 to 7 of the second layer get no tokens: two of four ranks are idle.
+    ids_LTK = trace.ids_LTK.clone()
+    ids_LTK[1] %= 4
+    replace(trace, ids_LTK=ids_LTK).save(trace_file)
+    monkeypatch.setattr(cli, "plan", lambda *_, **__: best())
+    command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'} --max-load"
+    assert main([*command.split(), "1.5"]) == 0
+    warning = capsys.readouterr().err
+    assert "warning: 1 of 2 layers are above --max-load 1.5" in warning
+    assert "layers.2.moe the most with 2.00" in warning
+    assert main([*command.split(), "2.1"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_placement_is_shown_and_drawn(trace_file, tmp_path, capsys, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn, imshow = [], Axes.imshow
+    lines = []
+
+    def record(axes, matrix, **options):
+        drawn.append((torch.from_numpy(matrix.copy()), options["norm"]))
+        return imshow(axes, matrix, **options)
+
+    monkeypatch.setattr(Axes, "imshow", record)
+    monkeypatch.setattr(Axes, "axvline", lambda axes, x, **_: lines.append(x))
+    placement_file, picture = tmp_path / "placement.json", tmp_path / "heat.png"
+    best().save(placement_file)
+    arguments = ["placement", "show", trace_file, placement_file, "--heatmap", picture]
+    assert main([*map(str, arguments), "--layer", LAYERS[0]]) == 0
+    assert ["layers.1.moe", "after", "1.00"] in [
+        row[:3] for row in rows_of(capsys.readouterr().out)
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+    (before, scale), (after, same_scale) = drawn
+    counts_EE = coselection(make_trace().ids_LTK[0], 8)
+    assert torch.equal(before, (counts_EE > 0).double())
+    # Pairs lie beside the diagonal, within the borders of the ranks.
+    assert after.nonzero().tolist() == [[slot, slot ^ 1] for slot in range(8)]
+    assert scale is same_scale
+    assert lines == [1.5, 3.5, 5.5] * 2
+
+
+def test_without_matplotlib_a_heat_map_tells_how_to_get_it(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    placement_file = tmp_path / "placement.json"
+    best().save(placement_file)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    show = ("placement", "show", trace_file, placement_file)
+    error = error_of(capsys, *show, "--heatmap", tmp_path / "heat.png")
+    assert "pip install narrowcast[plots]" in error
+    assert main([*map(str, show)]) == 0
+
+
+def test_a_heat_map_of_an_unknown_layer_is_refused(trace_file, tmp_path, capsys):
+    placement_file = tmp_path / "placement.json"
+    best().save(placement_file)
+    arguments = ("placement", "show", trace_file, placement_file, "--layer", "layers.9.moe")
+    error = error_of(capsys, *arguments, "--heatmap", tmp_path / "heat.png")
+    assert "there is no layer layers.9.moe: there are layers.1.moe, layers.2.moe" in error
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (contiguous("llama", LAYERS, 8, 4), "another model: llama there, qwen3 demo here"),
+        (contiguous("qwen3 demo", LAYERS[:1], 8, 4), "number of MoE layers: 1 there, 2 here"),
+        (contiguous("qwen3 demo", LAYERS, 16, 4), "number of experts: 16 there, 8 here"),
+    ],
+    ids=["model", "layers", "experts"],
+)
+def test_a_placement_of_something_else_is_refused(other, message, trace_file, tmp_path, capsys):
+    placement_file = tmp_path / "placement.json"
+    other.save(placement_file)
+    assert message in error_of(capsys, "placement", "show", trace_file, placement_file)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a trace", b"\xff" * 99], ids=["empty", "text", "ff"]
+)
+def test_a_file_of_another_kind_is_told_in_one_line(content, trace_file, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    assert f"{path} is damaged" in error_of(capsys, "trace", "show", path)
+    error = error_of(capsys, "placement", "show", trace_file, path)
+    assert f"{path} is no narrowcast.placement" in error
+
+
+def test_a_truncated_trace_is_told_in_one_line(trace_file, capsys):
+    trace_file.write_bytes(trace_file.read_bytes()[:-100])
+    assert f"{trace_file} is damaged" in error_of(capsys, "trace", "show", trace_file)
+
+
+def test_wrong_arguments_are_told_in_one_line(trace_file, tmp_path, capsys):
+    missing = tmp_path / "missing"
+    assert "no such routing trace" in error_of(capsys, "trace", "show", missing)
+    assert "no such placement" in error_of(capsys, "placement", "show", trace_file, missing)
+    error = error_of(capsys, "trace", "show", trace_file, "--layers", "layers.9.moe")
+    assert "has no layer layers.9.moe: it has layers.1.moe, layers.2.moe" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "3"], "8 experts do not divide over 3 ranks"),
+        (["--ranks", "4", "--nodes", "3"], "4 ranks do not divide over 3 nodes"),
+        (["--ranks", "4", "--max-load", "0.5"], "max_load = 0.5"),
+    ],
+)
+def test_what_cannot_be_planned_is_told_and_nothing_is_written(
+    options, message, trace_file, tmp_path, capsys
+):
+    output = tmp_path / "placement.json"
+    plan = ("placement", "plan", trace_file, "--output", output)
+    assert message in error_of(capsys, *plan, *options)
+    assert not output.exists()

@@ -1,0 +1,215 @@
+"""Files of routing traces: whole, self-describing, and refused where they are not."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from narrowcast.experts import routing
+from narrowcast.experts.routing import RoutingTrace, load_trace
+
+
+def make(num_experts: int = 8, scores: bool = True, tokens: int = 10) -> RoutingTrace:
+    generator = torch.Generator().manual_seed(0)
+    score_LTK, ids_LTK = torch.rand(2, tokens, num_experts, generator=generator).topk(3)
+    ids_LTK[0, 0, 0] = num_experts - 1
+    token_T = torch.arange(tokens)
+    return RoutingTrace(
+        model="qwen3 demo",
+        layers=("layers.0.moe", "layers.2.moe"),
+        num_experts=num_experts,
+        num_ranks=4,
+        ids_LTK=ids_LTK,
+        step_T=token_T // 5 + 1,
+        rank_T=token_T % 5 // 3,
+        position_T=token_T * 7,
+        scores_LTK=score_LTK if scores else None,
+        num_groups=4 if scores else None,
+        num_limited_groups=2 if scores else None,
+    )
+
+
+def assert_same(a: RoutingTrace, b: RoutingTrace) -> None:
+    for name in (field.name for field in fields(RoutingTrace)):
+        x, y = getattr(a, name), getattr(b, name)
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x.to(y.dtype), y), name
+        else:
+            assert x == y, name
+
+
+@pytest.mark.parametrize("scores", [True, False])
+@pytest.mark.parametrize(
+    ("num_experts", "dtype"), [(8, torch.uint8), (256, torch.uint8), (257, torch.int16)]
+)
+def test_a_trace_is_read_as_it_was_saved(tmp_path, num_experts, dtype, scores) -> None:
+    trace = make(num_experts, scores)
+    trace.save(tmp_path / "new" / "folder" / "trace")
+    loaded = load_trace(tmp_path / "new" / "folder" / "trace")
+    assert_same(trace, loaded)
+    assert loaded.ids_LTK.dtype == dtype
+    assert loaded.num_tokens == 10
+    assert loaded.top_k == 3
+    loaded.tokens(slice(2, 7)).save(tmp_path / "part")
+    assert_same(trace.tokens(slice(2, 7)), load_trace(tmp_path / "part"))
+
+
+def test_safetensors_alone_reads_tensors_and_header(tmp_path) -> None:
+    trace = make()
+    trace.save(tmp_path / "trace")
+    tensors = load_file(tmp_path / "trace")
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
+        "expert_ids": (torch.uint8, (2, 10, 3)),
+        "step": (torch.int32, (10,)),
+        "rank": (torch.int32, (10,)),
+        "position": (torch.int32, (10,)),
+        "scores": (torch.float32, (2, 10, 3)),
+    }
+    assert torch.equal(tensors["expert_ids"].long(), trace.ids_LTK)
+    assert torch.equal(tensors["position"].long(), trace.position_T)
+    assert torch.equal(tensors["scores"], trace.scores_LTK)
+    with safe_open(tmp_path / "trace", framework="pt") as file:
+        header = file.metadata()
+    assert (header["format"], header["version"]) == ("narrowcast.routing_trace", "1")
+    assert json.loads(header["trace"]) == {
+        "model": "qwen3 demo",
+        "layers": ["layers.0.moe", "layers.2.moe"],
+        "num_experts": 8,
+        "top_k": 3,
+        "num_ranks": 4,
+        "num_groups": 4,
+        "num_limited_groups": 2,
+    }
+
+
+def test_a_failed_save_leaves_the_older_file_whole(tmp_path) -> None:
+    make(tokens=4).save(tmp_path / "trace")
+
+    def full_disk(tensors: dict, path: Path, header: dict) -> None:
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with patch.object(routing, "save_file", full_disk), pytest.raises(OSError, match="No space"):
+        make().save(tmp_path / "trace")
+    assert_same(make(tokens=4), load_trace(tmp_path / "trace"))
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"gone\.safetensors: there is no such"):
+        load_trace(tmp_path / "gone.safetensors")
+
+
+def rewritten(
+    path: Path, tensors: dict | None = None, header: dict | None = None, num_experts: int = 8
+) -> Path:
+    """A good trace, saved again with some tensors and parts of the header replaced."""
+    make(num_experts).save(path)
+    with safe_open(path, framework="pt") as file:
+        kept = file.metadata()
+    save_file({**load_file(path), **(tensors or {})}, path, {**kept, **(header or {})})
+    return path
+
+
+def test_another_safetensors_file_is_refused(tmp_path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model")
+    with pytest.raises(ValueError, match="model is no routing trace"):
+        load_trace(tmp_path / "model")
+
+
+def test_another_version_is_refused_with_both_named(tmp_path) -> None:
+    path = rewritten(tmp_path / "trace", header={"version": "7"})
+    with pytest.raises(ValueError, match="of version 7, this is for version 1: record it again"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"step,rank\n1,2\n", bytes(100), b"\xff" * 100])
+def test_a_file_of_another_kind_is_refused(tmp_path, content) -> None:
+    (tmp_path / "trace").write_bytes(content)
+    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again"):
+        load_trace(tmp_path / "trace")
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path) -> None:
+    make().save(tmp_path / "trace")
+    content = (tmp_path / "trace").read_bytes()
+    for length in (1, 8, 100, len(content) // 2, len(content) - 1):
+        (tmp_path / "cut").write_bytes(content[:length])
+        with pytest.raises(ValueError, match="cut is damaged"):
+            load_trace(tmp_path / "cut")
+
+
+WRONG_TENSORS = {
+    "an id too large": {"expert_ids": torch.full((2, 10, 3), 8, dtype=torch.uint8)},
+    "another number of layers": {"expert_ids": torch.zeros(3, 10, 3, dtype=torch.uint8)},
+    "another number of dimensions": {"expert_ids": torch.zeros(2, 10, dtype=torch.uint8)},
+    "another k": {
+        "expert_ids": torch.zeros(2, 10, 4, dtype=torch.uint8),
+        "scores": torch.zeros(2, 10, 4),
+    },
+    "fewer steps": {"step": torch.zeros(9)},
+    "fewer ranks": {"rank": torch.zeros(9)},
+    "more positions": {"position": torch.zeros(11)},
+    "scores of another shape": {"scores": torch.zeros(2, 10, 2)},
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+def test_tensors_that_contradict_the_header_are_refused(tmp_path, what) -> None:
+    path = rewritten(tmp_path / "trace", tensors=WRONG_TENSORS[what])
+    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("wrong", [-1, 300])
+def test_one_id_out_of_range_is_refused(tmp_path, wrong) -> None:
+    ids_LTK = torch.zeros(2, 10, 3, dtype=torch.int16)
+    ids_LTK[1, 4, 2] = wrong
+    path = rewritten(tmp_path / "trace", {"expert_ids": ids_LTK}, num_experts=300)
+    with pytest.raises(ValueError, match=r"trace is damaged: .*expert id"):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("described", ["{", "{}", "[]", "null", '{"model": "m", "layers": 2}'])
+def test_a_damaged_header_is_refused(tmp_path, described) -> None:
+    path = rewritten(tmp_path / "trace", header={"trace": described})
+    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again"):
+        load_trace(path)
+
+
+def test_a_file_without_a_tensor_is_refused(tmp_path) -> None:
+    path = rewritten(tmp_path / "trace")
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
+    del tensors["rank"]
+    save_file(tensors, path, header)
+    with pytest.raises(ValueError, match=r"trace is damaged: .*rank"):
+        load_trace(path)
+
+
+def test_a_split_keeps_order_and_every_token() -> None:
+    trace = make()
+    fitted, held_out = trace.split(0.3)
+    assert (fitted.num_tokens, held_out.num_tokens) == (7, 3)
+    assert_same(trace.tokens(slice(0, 7)), fitted)
+    assert_same(trace.tokens(slice(7, 10)), held_out)
+    positions = [fitted.position_T, held_out.position_T]
+    assert torch.equal(torch.cat(positions), trace.position_T)
+    assert torch.equal(torch.cat([fitted.scores_LTK, held_out.scores_LTK], dim=1), trace.scores_LTK)
+    assert [part.num_tokens for part in trace.split(0)] == [10, 0]
+
+
+def test_chosen_tokens_keep_all_that_was_recorded_of_them() -> None:
+    trace, index_T = make(), torch.tensor([9, 0, 4])
+    chosen = trace.tokens(index_T)
+    assert chosen.position_T.tolist() == [63, 0, 28]
+    assert chosen.step_T.tolist() == [2, 1, 1]
+    assert chosen.rank_T.tolist() == [1, 0, 1]
+    assert torch.equal(chosen.ids_LTK, trace.ids_LTK[:, index_T])
+    assert torch.equal(chosen.scores_LTK, trace.scores_LTK[:, index_T])
+    assert replace(trace, scores_LTK=None).tokens(index_T).scores_LTK is None

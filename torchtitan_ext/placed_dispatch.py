@@ -1,0 +1,99 @@
+"""torchtitan's all-to-all dispatch where a placement says on which rank each expert lives.
+
+    expert order   rows sorted by expert: how torchtitan gathers them, and adds their outputs
+    slot order     the same rows sorted by slot, and so by rank: how they are sent
+
+Router, scores and expert ids are the model's own. Every sum over a token's experts, forward and
+backward, is made in expert order, so that it is torchtitan's to the bit wherever experts live.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllDispatchMetadata,
+    AllToAllTokenDispatcher,
+)
+from torchtitan.ops.scatter_add import deterministic_scatter_add
+
+from narrowcast.experts.relocation import ExpertLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedDispatchMetadata(AllToAllDispatchMetadata):
+    """`token_indices_experts_sorted_N` gives each row, in slot order, its place in expert order."""
+
+    tokens_N: Tensor  # the token of each row, in expert order
+
+
+class PlacedTokenDispatcher(AllToAllTokenDispatcher):
+    """`AllToAllTokenDispatcher` that sends tokens to the slots of their experts.
+
+    Made of a dispatcher that has its mesh already, by `place`.
+    """
+
+    layer: ExpertLayer
+
+    def dispatch(
+        self,
+        x_TD: Tensor,
+        topk_scores_TK: Tensor,
+        topk_expert_ids_TK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> tuple[Tensor, Tensor, Any]:
+        routed_input_RD, num_tokens_per_slot_e, metadata = super().dispatch(
+            x_TD,
+            topk_scores_TK,
+            topk_expert_ids_TK,
+            num_local_tokens_per_expert_E[self.layer.experts_E],
+        )
+        rows_N = torch.argsort(topk_expert_ids_TK.view(-1), stable=True)
+        placed = PlacedDispatchMetadata(
+            **{field.name: getattr(metadata, field.name) for field in fields(metadata)},
+            tokens_N=rows_N // self.top_k,
+        )
+        return routed_input_RD, num_tokens_per_slot_e, placed
+
+    def _local_reorder(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows_ND, _, scores_N = super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        experts_N = topk_expert_ids_TK.view(-1).sort(stable=True).values
+        slot_order_N = torch.argsort(self.layer.slots_E[experts_N], stable=True)
+        return rows_ND[slot_order_N], slot_order_N, scores_N[slot_order_N]
+
+    def combine(
+        self, routed_output_RD: Tensor, metadata: PlacedDispatchMetadata, x_TD: Tensor
+    ) -> Tensor:
+        # Each row goes to a place of its own, in expert order; their sum is then torchtitan's.
+        dim = x_TD.shape[-1]
+        rows_ND = super().combine(
+            routed_output_RD, metadata, x_TD.new_empty(len(metadata.tokens_N), dim)
+        )
+        return deterministic_scatter_add(
+            torch.zeros_like(x_TD), metadata.tokens_N.reshape(-1, 1).expand(-1, dim), rows_ND
+        )
+
+
+def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
+    """Let a dispatcher send tokens to the slots of their experts from now on.
+
+    Raises:
+        ValueError: it is another dispatcher than torchtitan's standard one, which numbers experts
+            in ways of its own.
+    """
+    if type(dispatcher) is not AllToAllTokenDispatcher:
+        raise ValueError(
+            f"the dispatcher of {layer.name} is a {type(dispatcher).__name__}: experts are placed "
+            'with torchtitan\'s AllToAllTokenDispatcher (moe_comm_backend "standard") alone'
+        )
+    dispatcher.__class__ = PlacedTokenDispatcher
+    dispatcher.layer = layer
+
+
+def unplace(dispatcher: PlacedTokenDispatcher) -> None:
+    """Let a dispatcher be torchtitan's own again."""
+    del dispatcher.layer
+    dispatcher.__class__ = AllToAllTokenDispatcher

@@ -1,0 +1,249 @@
+"""Places the experts of torchtitan's trainer, moves them, and keeps checkpoints in model order."""
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from narrowcast.experts.metrics import measure
+from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
+from narrowcast.experts.planning import check, placement_of, plan_layer
+from narrowcast.experts.recording import evenly_spaced
+from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
+from narrowcast.experts.routing import RoutingTrace, load_trace
+from torchtitan_ext.config import PlacementConfig
+from torchtitan_ext.placed_dispatch import place, unplace
+from torchtitan_ext.private import around_checkpoints, moe_layers
+from torchtitan_ext.tracing import RoutingWatch, describe, gathered
+
+_MIB = 1 << 20
+_SECTION = "narrowcast.placement"
+
+# More tokens do not make a better plan (Expert Coupling, VI.A: with 4,096 it is within a per cent).
+PLANNED_FROM_TOKENS = 32768
+
+
+class PlacementRun:
+    """What `[narrowcast.placement]` asks of a trainer. Every rank makes one alike.
+
+    Attributes:
+        experts: the handle that moves them.
+        placement: where they live now.
+
+    Raises:
+        ValueError: the section cannot work with this job; the message names what and why.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._config: PlacementConfig = trainer.config.narrowcast.placement
+        self._model = describe(trainer, _SECTION)
+        self._folder = Path(trainer.config.dump_folder) / "placement"
+        self._watch: RoutingWatch | None = None
+        self._next_plan: int | None = None
+        self.placement = contiguous(
+            self._model["model"],
+            self._model["layers"],
+            self._model["num_experts"],
+            self._model["num_ranks"],
+            self._config.nodes,
+        )
+        self._check()
+        first = self._first_placement()
+        moes = {n: moe for part in trainer.model_parts for n, moe in moe_layers(part).items()}
+        layers = [
+            ExpertLayer.of(name, dict(moe.routed_experts.inner_experts.named_parameters()))
+            for name, moe in moes.items()
+        ]
+        self.experts = PlacedExperts(layers, trainer.optimizers)
+        self._dispatchers = [moe.routed_experts.token_dispatcher for moe in moes.values()]
+        around_checkpoints(trainer.checkpointer, self.experts.in_model_order, self._after_loading)
+        for dispatcher, layer in zip(self._dispatchers, layers, strict=True):
+            place(dispatcher, layer)
+        if self._config.after_steps:
+            self._watch = RoutingWatch(
+                trainer,
+                f"{_SECTION}.after_steps",
+                num_steps=self._config.after_steps,
+                max_bytes=self._bytes_to_plan_from(),
+            )
+            self._next_plan = self._config.after_steps
+        if first is not None:
+            self._move_to(first)
+
+    def during(self, step: int) -> AbstractContextManager:
+        """Watch a step, if a plan is to be made of it."""
+        watched = self._next_plan is not None and step > self._next_plan - self._config.after_steps
+        return self._watch.recording(step) if watched else nullcontext()
+
+    def after(self, step: int) -> None:
+        """Plan and move, once enough steps were watched. Every rank calls it, after each step."""
+        if step != self._next_plan:
+            return
+        every = self._config.every_steps
+        self._next_plan = step + every if every else None
+        trace = self._watch.trace(on_every_rank=True)
+        try:
+            planned = self._plan(trace)
+        except ValueError as error:
+            raise ValueError(
+                f"{_SECTION}.after_steps = {self._config.after_steps}: {error}"
+            ) from error
+        if dist.get_rank() == 0:
+            planned.save(self._file(step))
+        self._move_to(planned)
+
+    def remove(self) -> None:
+        """Give the trainer its own dispatchers back. The experts stay where they are."""
+        if self._watch is not None:
+            self._watch.remove()
+        for dispatcher in self._dispatchers:
+            unplace(dispatcher)
+
+    def _check(self) -> None:
+        config, degree = self._config, self._model["num_ranks"]
+        if degree == 1:
+            raise ValueError(
+                f"{_SECTION} cannot work with parallelism.expert_parallel_degree = 1: all experts "
+                "are on one rank. Give a degree above 1, or no placement"
+            )
+        if degree % config.nodes:
+            raise ValueError(
+                f"{_SECTION}.nodes = {config.nodes} does not divide "
+                f"parallelism.expert_parallel_degree = {degree}"
+            )
+        steps = self._trainer.config.training.steps
+        if config.after_steps > steps:
+            raise ValueError(
+                f"{_SECTION}.after_steps = {config.after_steps}, but training ends with "
+                f"training.steps = {steps}"
+            )
+
+    def _first_placement(self) -> Placement | None:
+        """The placement of `file` or `trace`, which the first rank reads for all."""
+        if self._config.file:
+            return self._placement_in(self._config.file)
+        if self._config.trace:
+            trace = _from_first_rank(
+                lambda: self._checked_trace(self._config.trace),
+                f'{_SECTION}.trace = "{self._config.trace}"',
+            )
+            return self._plan(trace)
+        return None
+
+    def _placement_in(self, file: str | Path) -> Placement:
+        def read() -> Placement:
+            placement = load_placement(file)
+            placement.check(
+                **{k: self._model[k] for k in ("model", "layers", "num_experts", "num_ranks")}
+            )
+            return placement
+
+        placement = _from_first_rank(read, f'{_SECTION}.file = "{file}"')
+        if self._config.file and placement.num_nodes != self._config.nodes:
+            logger.warning(
+                f"{_SECTION}.nodes = {self._config.nodes} is overridden by {file}, which was "
+                f"planned for {placement.num_nodes}"
+            )
+        return placement
+
+    def _checked_trace(self, file: str) -> RoutingTrace:
+        trace = load_trace(file)
+        check_made_for(
+            "trace", trace, **{k: self._model[k] for k in ("model", "layers", "num_experts")}
+        )
+        check(trace, self._model["num_ranks"], self._config.nodes)
+        return trace.tokens(evenly_spaced(trace.num_tokens, PLANNED_FROM_TOKENS))
+
+    def _plan(self, trace: RoutingTrace) -> Placement:
+        """The placement that a trace leads to. Each rank plans some layers, and all get all."""
+        config, ranks = self._config, self._model["num_ranks"]
+        check(trace, ranks, config.nodes)
+        num_layers, world_size = len(trace.layers), dist.get_world_size()
+        mine = {
+            layer: plan_layer(
+                trace,
+                layer,
+                num_ranks=ranks,
+                num_nodes=config.nodes,
+                method=config.method,
+                max_load=config.max_load or None,
+                cross_node_weight=config.cross_node_weight or None,
+            )
+            for layer in range(dist.get_rank(), num_layers, world_size)
+        }
+        everyones = {
+            layer: experts_E for some in gathered(mine) for layer, experts_E in some.items()
+        }
+        planned = placement_of(
+            trace, [everyones[i] for i in range(num_layers)], ranks, config.nodes, config.method
+        )
+        self._report(trace, planned)
+        return planned
+
+    def _report(self, trace: RoutingTrace, planned: Placement) -> None:
+        before, after = measure(trace, self.placement), measure(trace, planned)
+        rows = [
+            sum(m.rows_per_token for m in metrics) / len(metrics) for metrics in (before, after)
+        ]
+        load = [max(m.busiest_load for m in metrics) for metrics in (before, after)]
+        logger.info(
+            f"placement planned from {trace.num_tokens} tokens: {rows[0]:.3f} -> {rows[1]:.3f} "
+            f"ranks a token; load of the busiest rank over the mean {load[0]:.2f} -> {load[1]:.2f}"
+        )
+        for metrics in after:
+            if 0 < self._config.max_load < metrics.busiest_load:
+                logger.warning(
+                    f"{_SECTION}.max_load = {self._config.max_load} cannot be reached in "
+                    f"{metrics.layer}: {metrics.busiest_load:.3f} is the least that was found"
+                )
+
+    def _move_to(self, placement: Placement) -> None:
+        index = [placement.layers.index(layer.name) for layer in self.experts.layers]
+        sent = self.experts.move_to(placement.experts_LE[index])
+        self.placement = placement
+        logger.info(f"experts moved: this rank sent {sent / _MIB:.2f} MiB")
+
+    def _after_loading(self) -> None:
+        """Go on with the latest plan of the run that was loaded, and else watch anew."""
+        step, after_steps = self._trainer.step, self._config.after_steps
+        if not after_steps or step == 0:
+            return
+        files = sorted(self._folder.glob("step-*.json"))
+        planned = {int(re.search(r"\d+", file.stem)[0]): file for file in files}
+        latest = max((s for s in gathered(sorted(planned))[0] if s <= step), default=None)
+        if latest is None:
+            self._next_plan = step + after_steps
+        else:
+            self._move_to(self._placement_in(self._file(latest)))
+            every = self._config.every_steps
+            self._next_plan = max(latest + every, step + after_steps) if every else None
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"step-{step:08}.json"
+
+    def _bytes_to_plan_from(self) -> int:
+        id_bytes = 1 if self._model["num_experts"] <= 256 else 2
+        token_bytes = len(self._model["layers"]) * self._model["top_k"] * id_bytes + 12
+        return token_bytes * PLANNED_FROM_TOKENS
+
+
+def _from_first_rank(read: Any, what: str) -> Any:
+    """What the first rank reads, on every rank; its error too, with `what` before it.
+
+    Raises:
+        ValueError: it could not be read.
+    """
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [read()]
+        except (OSError, ValueError) as error:
+            outcome = [ValueError(f"{what}: {error}")]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], ValueError):
+        raise outcome[0]
+    return outcome[0]
