@@ -8,22 +8,25 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from narrowcast.experts.correlation import MIN_TOKENS
 from narrowcast.experts.metrics import measure
 from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
-from narrowcast.experts.planning import check, placement_of, plan_layer
-from narrowcast.experts.recording import evenly_spaced
+from narrowcast.experts.planning import (
+    PLANNED_FROM_TOKENS,
+    check,
+    placement_of,
+    plan_layer,
+    sample,
+)
 from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
 from narrowcast.experts.routing import RoutingTrace, load_trace
 from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.placed_dispatch import place, unplace
 from torchtitan_ext.private import around_checkpoints, moe_layers
-from torchtitan_ext.tracing import RoutingWatch, describe, gathered
+from torchtitan_ext.tracing import RoutingWatch, describe, from_first_rank, gathered
 
 _MIB = 1 << 20
 _SECTION = "narrowcast.placement"
-
-# More tokens do not make a better plan (Expert Coupling, VI.A: with 4,096 it is within a per cent).
-PLANNED_FROM_TOKENS = 32768
 
 
 class PlacementRun:
@@ -85,15 +88,12 @@ class PlacementRun:
             return
         every = self._config.every_steps
         self._next_plan = step + every if every else None
-        trace = self._watch.trace(on_every_rank=True)
-        try:
-            planned = self._plan(trace)
-        except ValueError as error:
-            raise ValueError(
-                f"{_SECTION}.after_steps = {self._config.after_steps}: {error}"
-            ) from error
+        planned = self._plan(self._watch.trace(on_every_rank=True))
         if dist.get_rank() == 0:
-            planned.save(self._file(step))
+            try:
+                planned.save(self._file(step))
+            except OSError as error:
+                logger.error(f"{_SECTION}: {error}. Training goes on; a resumed run will plan anew")
         self._move_to(planned)
 
     def remove(self) -> None:
@@ -115,11 +115,18 @@ class PlacementRun:
                 f"{_SECTION}.nodes = {config.nodes} does not divide "
                 f"parallelism.expert_parallel_degree = {degree}"
             )
-        steps = self._trainer.config.training.steps
-        if config.after_steps > steps:
+        training, dims = self._trainer.config.training, self._trainer.parallel_dims
+        if config.after_steps > training.steps:
             raise ValueError(
                 f"{_SECTION}.after_steps = {config.after_steps}, but training ends with "
-                f"training.steps = {steps}"
+                f"training.steps = {training.steps}"
+            )
+        sequences = training.local_batch_size * self._trainer.gradient_accumulation_steps
+        tokens = sequences * dims.dp_replicate * dims.dp_shard * training.seq_len
+        if 0 < config.after_steps * tokens < MIN_TOKENS:
+            raise ValueError(
+                f"{_SECTION}.after_steps = {config.after_steps}: with {tokens} tokens a step that "
+                f"is less than the {MIN_TOKENS} tokens that a placement takes. Watch more steps"
             )
 
     def _first_placement(self) -> Placement | None:
@@ -127,7 +134,7 @@ class PlacementRun:
         if self._config.file:
             return self._placement_in(self._config.file)
         if self._config.trace:
-            trace = _from_first_rank(
+            trace = from_first_rank(
                 lambda: self._checked_trace(self._config.trace),
                 f'{_SECTION}.trace = "{self._config.trace}"',
             )
@@ -142,7 +149,7 @@ class PlacementRun:
             )
             return placement
 
-        placement = _from_first_rank(read, f'{_SECTION}.file = "{file}"')
+        placement = from_first_rank(read, f'{_SECTION}.file = "{file}"')
         if self._config.file and placement.num_nodes != self._config.nodes:
             logger.warning(
                 f"{_SECTION}.nodes = {self._config.nodes} is overridden by {file}, which was "
@@ -156,7 +163,7 @@ class PlacementRun:
             "trace", trace, **{k: self._model[k] for k in ("model", "layers", "num_experts")}
         )
         check(trace, self._model["num_ranks"], self._config.nodes)
-        return trace.tokens(evenly_spaced(trace.num_tokens, PLANNED_FROM_TOKENS))
+        return sample(trace)
 
     def _plan(self, trace: RoutingTrace) -> Placement:
         """The placement that a trace leads to. Each rank plans some layers, and all get all."""
@@ -215,12 +222,16 @@ class PlacementRun:
         files = sorted(self._folder.glob("step-*.json"))
         planned = {int(re.search(r"\d+", file.stem)[0]): file for file in files}
         latest = max((s for s in gathered(sorted(planned))[0] if s <= step), default=None)
+        self._next_plan = step + after_steps
         if latest is None:
-            self._next_plan = step + after_steps
-        else:
+            return
+        try:
             self._move_to(self._placement_in(self._file(latest)))
-            every = self._config.every_steps
-            self._next_plan = max(latest + every, step + after_steps) if every else None
+        except ValueError as error:  # on every rank
+            logger.warning(f"{error}. Steps up to {self._next_plan} are watched for another")
+            return
+        every = self._config.every_steps
+        self._next_plan = max(latest + every, step + after_steps) if every else None
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step-{step:08}.json"
@@ -229,21 +240,3 @@ class PlacementRun:
         id_bytes = 1 if self._model["num_experts"] <= 256 else 2
         token_bytes = len(self._model["layers"]) * self._model["top_k"] * id_bytes + 12
         return token_bytes * PLANNED_FROM_TOKENS
-
-
-def _from_first_rank(read: Any, what: str) -> Any:
-    """What the first rank reads, on every rank; its error too, with `what` before it.
-
-    Raises:
-        ValueError: it could not be read.
-    """
-    outcome: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [read()]
-        except (OSError, ValueError) as error:
-            outcome = [ValueError(f"{what}: {error}")]
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    return outcome[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import nn
 from torchtitan.tools.logging import logger
 
@@ -124,29 +125,46 @@ class TraceRun:
         )
         first, interval = self._config.first_step, self._config.interval
         self._steps = range(first, first + self._config.num_steps * interval, interval)
-        last_step = trainer.config.training.steps
-        if self._steps[-1] > last_step:
-            self._watch.remove()
+        self._last = self._steps[-1]
+        if self._last > trainer.config.training.steps:
             raise ValueError(
-                f"narrowcast.routing_trace records up to step {self._steps[-1]}, but training ends "
-                f"with training.steps = {last_step}"
+                f"narrowcast.routing_trace records up to step {self._last}, but training ends with "
+                f"training.steps = {trainer.config.training.steps}"
             )
+        folder = self._file.parent
+        from_first_rank(
+            lambda: folder.mkdir(parents=True, exist_ok=True),
+            f'narrowcast.routing_trace.file = "{self._config.file}"',
+        )
+        self._written = False
 
     def during(self, step: int) -> AbstractContextManager:
+        """Record a step, if it is one of the chosen."""
         return self._watch.recording(step) if step in self._steps else nullcontext()
 
     def after(self, step: int) -> None:
         """Write the file once the last chosen step is over. Every rank must call it."""
-        if step != self._steps[-1]:
+        if step != self._last:
             return
+        self._written = True
         trace = self._watch.trace(on_every_rank=False)
-        if trace is not None:
+        if trace is None:
+            return
+        try:
             trace.save(self._file)
-            size = self._file.stat().st_size / _MIB
-            logger.info(f"routing trace: {trace.num_tokens} tokens, {size:.1f} MiB: {self._file}")
+        except (OSError, SafetensorError) as error:
+            logger.error(f"routing trace: it could not be written, and training goes on: {error}")
+            return
+        size = self._file.stat().st_size / _MIB
+        logger.info(f"routing trace: {trace.num_tokens} tokens, {size:.1f} MiB: {self._file}")
 
     def remove(self) -> None:
         self._watch.remove()
+        if not self._written:
+            logger.warning(
+                f"routing trace: nothing was written, since step {self._last}, the last to be "
+                "recorded, was not trained in this run"
+            )
 
 
 def describe(trainer: Any, section: str) -> dict[str, Any]:
@@ -190,6 +208,24 @@ def gathered(mine: Any, *, on_every_rank: bool = True) -> list[Any] | None:
     theirs = theirs if dist.get_rank() == 0 else None
     dist.gather_object(mine, theirs)
     return theirs
+
+
+def from_first_rank(read: Any, what: str) -> Any:
+    """What the first rank reads, on every rank; its error too, with `what` before it.
+
+    Raises:
+        ValueError: it could not be read.
+    """
+    outcome: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            outcome = [read()]
+        except (OSError, ValueError) as error:
+            outcome = [ValueError(f"{what}: {error}")]
+    dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], ValueError):
+        raise outcome[0]
+    return outcome[0]
 
 
 def _groups(moe: nn.Module) -> tuple[int | None, int | None]:

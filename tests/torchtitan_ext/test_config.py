@@ -14,7 +14,9 @@ from torchtitan_ext import (
     AllGatherConfig,
     JobConfig,
     NarrowcastConfig,
+    PlacementConfig,
     ReduceScatterConfig,
+    RoutingTraceConfig,
     VolumeConfig,
     toml_reference,
     with_narrowcast,
@@ -112,6 +114,103 @@ def test_a_wrong_value_for_gradients_is_named_with_its_key_and_what_is_allowed(g
     assert str(caught.value) == f"narrowcast.reduce_scatter.{message}"
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"enable": 1}, "enable = 1: must be true or false"),
+        ({"file": ""}, "file = '': must be a path, not empty"),
+        ({"file": 3}, "file = 3: must be a path, not empty"),
+        ({"first_step": 0}, "first_step = 0: must be an integer of at least 1"),
+        ({"num_steps": 0}, "num_steps = 0: must be an integer of at least 1"),
+        ({"interval": True}, "interval = True: must be an integer of at least 1"),
+        ({"scores": "yes"}, "scores = 'yes': must be true or false"),
+        ({"max_mib": 0.5}, "max_mib = 0.5: must be an integer of at least 1"),
+    ],
+)
+def test_a_wrong_value_for_a_routing_trace_is_named_with_its_key_and_what_is_allowed(
+    given, message
+):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        RoutingTraceConfig(**given)
+    assert str(caught.value) == f"narrowcast.routing_trace.{message}"
+
+
+METHODS = '"rows" or "pairwise" or "occult" or "random" or "contiguous"'
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"file": None}, ".file = None: must be a path; empty for none"),
+        ({"trace": 1}, ".trace = 1: must be a path; empty for none"),
+        ({"after_steps": -1}, ".after_steps = -1: must be an integer of at least 0"),
+        ({"after_steps": "8"}, ".after_steps = '8': must be an integer of at least 0"),
+        (
+            {"after_steps": 8, "every_steps": 7},
+            ".every_steps = 7: must be 0, or an integer of at least after_steps",
+        ),
+        (
+            {"after_steps": 8, "every_steps": -1},
+            ".every_steps = -1: must be 0, or an integer of at least after_steps",
+        ),
+        ({"method": "best"}, f".method = 'best': must be {METHODS}"),
+        ({"nodes": 0}, ".nodes = 0: must be an integer of at least 1"),
+        ({"max_load": 0.9}, ".max_load = 0.9: must be 0, or a number of at least 1"),
+        ({"max_load": -1}, ".max_load = -1: must be 0, or a number of at least 1"),
+        ({"max_load": True}, ".max_load = True: must be 0, or a number of at least 1"),
+        (
+            {"max_load": float("inf")},
+            ".max_load = inf: must be 0, or a number of at least 1",
+        ),
+        (
+            {"cross_node_weight": -0.5, "nodes": 2},
+            ".cross_node_weight = -0.5: must be a number of at least 0",
+        ),
+        (
+            {"cross_node_weight": float("nan"), "nodes": 2},
+            ".cross_node_weight = nan: must be a number of at least 0",
+        ),
+        ({"file": "a", "trace": "b"}, ": file = 'a' and trace = 'b': give one of them"),
+        ({"file": "a", "after_steps": 8}, ": file = 'a' and after_steps = 8: give one of them"),
+        ({"trace": "b", "after_steps": 8}, ": trace = 'b' and after_steps = 8: give one of them"),
+        (
+            {"every_steps": 9},
+            ".every_steps = 9: works with after_steps, which is not given",
+        ),
+        (
+            {"max_load": 1.1, "method": "occult"},
+            '.max_load = 1.1: works with method = "rows", not "occult"',
+        ),
+        (
+            {"cross_node_weight": 2.0, "nodes": 2, "method": "pairwise"},
+            '.cross_node_weight = 2.0: works with method = "rows", not "pairwise"',
+        ),
+        ({"cross_node_weight": 2.0}, ".cross_node_weight = 2.0: works with nodes > 1"),
+    ],
+)
+def test_a_wrong_value_for_a_placement_is_named_with_its_key_and_what_is_allowed(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        PlacementConfig(**given)
+    assert str(caught.value) == f"narrowcast.placement{message}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"file": "a.json", "nodes": 2},
+        {"trace": "a.safetensors", "method": "occult"},
+        {"after_steps": 8},
+        {"after_steps": 8, "every_steps": 8, "max_load": 1, "cross_node_weight": 4, "nodes": 2},
+    ],
+)
+def test_one_source_of_a_placement_switches_it_on(given):
+    assert PlacementConfig(**given).enable
+
+
+def test_without_a_source_nothing_is_placed():
+    assert not PlacementConfig(method="occult", nodes=2).enable
+
+
 def test_a_wrong_switch_of_the_ledger_is_named():
     with pytest.raises(ValueError, match=r"narrowcast\.volume\.enable = 1: must be true or false"):
         VolumeConfig(enable=1)
@@ -122,6 +221,8 @@ def test_by_default_bytes_are_counted_and_all_that_crosses_is_plain():
     assert config.narrowcast == NarrowcastConfig()
     assert not config.narrowcast.all_gather.enable
     assert not config.narrowcast.reduce_scatter.enable
+    assert not config.narrowcast.routing_trace.enable
+    assert not config.narrowcast.placement.enable
     assert config.narrowcast.volume.enable
     assert config.job == JobConfig(config_file="")
 
@@ -196,6 +297,10 @@ def test_flags_override_our_sections_and_torchtitans():
         "--narrowcast.all_gather.parameters=*.experts.*,*.wq.*",
         "--narrowcast.reduce_scatter.enable",
         "--narrowcast.reduce_scatter.treatment=raw",
+        "--narrowcast.routing_trace.enable",
+        "--narrowcast.routing_trace.num_steps=2",
+        "--narrowcast.placement.after_steps=8",
+        "--narrowcast.placement.max_load=1.1",
         "--narrowcast.volume.no-enable",
         "--training.steps=3",
     )
@@ -203,6 +308,8 @@ def test_flags_override_our_sections_and_torchtitans():
     assert config.narrowcast.all_gather.enable
     assert config.narrowcast.all_gather.parameters == ["*.experts.*", "*.wq.*"]
     assert config.narrowcast.reduce_scatter == ReduceScatterConfig(enable=True, treatment="raw")
+    assert config.narrowcast.routing_trace == RoutingTraceConfig(enable=True, num_steps=2)
+    assert config.narrowcast.placement == PlacementConfig(after_steps=8, max_load=1.1)
     assert not config.narrowcast.volume.enable
     assert config.training.steps == 3
     assert issubclass(type(config)._owner, TrainerPlugin)

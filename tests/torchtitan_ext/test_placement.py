@@ -14,13 +14,14 @@ from narrowcast.experts.placement import Placement, load_placement
 from narrowcast.experts.routing import load_trace
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
-from tests.torchtitan_ext.tiny import Trained, build, train, train_plain, write_toml
+from tests.torchtitan_ext.tiny import Trained, build, norms, train, train_plain, write_toml
 
 EP2 = ("--parallelism.expert_parallel_degree", "2")
 EP4 = ("--parallelism.expert_parallel_degree", "4")
 # The norm of all gradients is a sum over ranks of what each has. Clipped by it, training would
 # differ by the rounding of that one number.
 UNCLIPPED = ("--training.max_norm", "1e9")
+ENOUGH = ("--training.local_batch_size", "16")  # for a plan of one step
 NARROWED = ("--narrowcast.all_gather.enable", "--narrowcast.reduce_scatter.enable")
 LAYERS = {
     "top4": ("layers.0.moe", "layers.1.moe"),
@@ -101,7 +102,7 @@ def test_training_is_that_without_a_placement(
 
 def test_experts_move_while_training_goes_on(ranks, folder: Path) -> None:
     """Planned after step 1 and step 3 from what the run itself routed, gathers narrowed."""
-    enough = ("--training.local_batch_size", "16", *EP2)
+    enough = (*ENOUGH, *EP2)
     plain = _run(ranks(2), folder, "watched-plain", *enough)
     flags = ("--narrowcast.placement.after_steps", "1", "--narrowcast.placement.every_steps", "2")
     moved = _run(ranks(2), folder, "watched", *enough, *NARROWED, *flags)
@@ -118,6 +119,18 @@ def test_experts_move_while_training_goes_on(ranks, folder: Path) -> None:
     assert [sent > 100_000 for sent in moving] == [False, True, False, True]
 
 
+def test_the_norm_of_all_gradients_is_as_exact_as_without_a_placement(ranks, folder: Path) -> None:
+    """It sums what each rank has, and so differs by rounding."""
+    one_step = ("--training.steps", "1", *EP2)
+    plain, placed = (
+        ranks(2).run(norms, _toml(folder, f"norm-{len(flags)}"), 0.5, *one_step, *flags)[0]
+        for flags in ((), _placed(folder, 2))
+    )
+    assert plain[0] > 0.5
+    for logged, exact in (plain, placed):
+        assert logged == pytest.approx(exact, rel=1e-5)
+
+
 SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2")
 FULL = "--checkpoint.no-last-save-model-only"
 ELSEWHERE = ("--checkpoint.exclude_from_loading", "dataloader")
@@ -128,7 +141,8 @@ def saved(ranks, folder: Path) -> dict[str, Path]:
     """Checkpoints after two steps at EP 2, without and with a placement; made once."""
     half = (*EP2, *SAVE, FULL, "--training.steps", "2")
     checkpoints = {name: folder / f"saved-{name}" / "checkpoint" for name in ("plain", "placed")}
-    for name, flags in (("plain", ()), ("placed", _placed(folder, 2))):
+    staged = ("--checkpoint.async_mode", "async")
+    for name, flags in (("plain", ()), ("placed", (*_placed(folder, 2), *staged))):
         if not checkpoints[name].exists():
             _run(ranks(2), folder, f"saved-{name}", *half, *flags)
     return checkpoints
@@ -201,7 +215,7 @@ def test_hugging_face_weights_load_under_a_placement(ranks, folder: Path, saved)
 
 
 def test_a_run_that_planned_resumes_with_its_plan(ranks, folder: Path) -> None:
-    flags = ("--training.local_batch_size", "16", *EP2, "--narrowcast.placement.after_steps", "1")
+    flags = (*ENOUGH, *EP2, "--narrowcast.placement.after_steps", "1")
     whole = _run(ranks(2), folder, "plan-whole", *SAVE, FULL, *flags)
     first = _run(ranks(2), folder, "plan-resumed", *SAVE, FULL, *flags, "--training.steps", "2")
     rest = _run(ranks(2), folder, "plan-resumed", *SAVE, FULL, *flags)
@@ -243,7 +257,13 @@ def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) ->
     assert "nodes = 3" in refusal(*of(_placement(folder)), "--narrowcast.placement.nodes", "3")
     watch = (*EP2, "--narrowcast.placement.after_steps")
     assert "training.steps = 4" in refusal(*watch, "5")
-    assert "compile.enable = true" in refusal(*watch, "1", "--compile.enable")
+    assert "compile.enable = true" in refusal(*watch, "4", *ENOUGH, "--compile.enable")
+    assert "with 64 tokens a step that is less than the 1024" in refusal(*watch, "4")
+    trace = "--narrowcast.routing_trace.enable", "--narrowcast.routing_trace.num_steps"
+    assert "records up to step 5, but training ends with training.steps = 4" in refusal(*trace, "5")
+    assert "do not hold one token" in refusal(
+        *trace, "20000", "--training.steps", "30000", "--narrowcast.routing_trace.max_mib", "1"
+    )
 
 
 TRACE = ("--narrowcast.routing_trace.enable", "--narrowcast.routing_trace.first_step", "2")
@@ -288,7 +308,7 @@ def test_tensor_parallel_ranks_record_a_token_once(ranks, folder: Path, degree: 
 
 
 def test_a_run_plans_from_a_trace(ranks, folder: Path) -> None:
-    flags = ("--training.local_batch_size", "16", *EP2)
+    flags = (*ENOUGH, *EP2)
     plain = _run(ranks(2), folder, "to-plan-from", *flags, *TRACE)
     trace = folder / "to-plan-from" / "routing_trace.safetensors"
     planned = _run(ranks(2), folder, "planned", *flags, "--narrowcast.placement.trace", str(trace))

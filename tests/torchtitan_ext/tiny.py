@@ -202,6 +202,20 @@ def train_plain(toml: str, *flags: str) -> Trained:
         return _report(trainer)
 
 
+def norms(toml: str, max_norm: float, *flags: str) -> tuple[float, float]:
+    """Trains until gradients are clipped: the logged norm of the last ones, and their norm in fp64.
+
+    For layouts in which every element of a gradient is on one rank.
+    """
+    with _quick(), _trainer(toml, "--training.max_norm", str(max_norm), *flags) as trainer:
+        logged = _report(trainer).metrics[-1]["grad_norm"]
+        parameters = trainer.model_parts[0].parameters()
+        square = sum(_local(p.grad).double().square().sum() for p in parameters)
+        dist.all_reduce(square)
+        # What torch.nn.utils.clip_grad_norm_ multiplied by.
+        return logged, square.sqrt().item() / (max_norm / (logged + 1e-6))
+
+
 def build(toml: str, *flags: str) -> None:
     """Makes a trainer, and closes it."""
     with _trainer(toml, *flags):

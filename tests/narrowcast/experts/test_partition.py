@@ -55,15 +55,16 @@ def divisions(experts: list[int], size: int) -> Iterator[list[tuple[int, ...]]]:
         yield from ([(first, *fellows), *rest] for rest in divisions(left, size))
 
 
-def optimum(sets: RoutedSets, num_parts: int) -> int:
-    best = None
+def optimum(sets: RoutedSets, num_parts: int, max_load: float = torch.inf) -> int:
+    """The fewest rows of any division, by trying all."""
+    fewest = torch.inf
     for parts in divisions(list(range(sets.num_experts)), sets.num_experts // num_parts):
         part_E = torch.empty(sets.num_experts, dtype=torch.int64)
         for number, experts in enumerate(parts):
             part_E[list(experts)] = number
-        rows = rows_sent(sets, part_E)
-        best = rows if best is None else min(best, rows)
-    return best
+        if busiest(sets, part_E, num_parts) <= max_load:
+            fewest = min(fewest, rows_sent(sets, part_E))
+    return fewest
 
 
 def shared_weight(weight_EE: Tensor, part_E: Tensor) -> float:
@@ -80,9 +81,11 @@ def sizes(part_E: Tensor, num_parts: int) -> list[int]:
     return torch.bincount(part_E, minlength=num_parts).tolist()
 
 
-def busiest(ids_TK: Tensor, part_E: Tensor, num_parts: int) -> float:
-    load_Q = torch.bincount(part_E[ids_TK].reshape(-1), minlength=num_parts)
-    return float(load_Q.max() / load_Q.double().mean())
+def busiest(sets: RoutedSets, part_E: Tensor, num_parts: int) -> float:
+    """Load of the busiest part over the mean."""
+    weight_SK = sets.weight_S[:, None].expand_as(sets.ids_SK).double()
+    load_Q = torch.bincount(part_E[sets.ids_SK].reshape(-1), weight_SK.reshape(-1), num_parts)
+    return float(load_Q.max() / load_Q.mean())
 
 
 def coselection(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -246,16 +249,25 @@ def test_pairwise_only_gains_and_ends_where_no_swap_does():
 
 
 def test_a_bound_on_the_load_comes_before_rows():
-    ids_TK = clustered(1000, 32, 4)
-    sets = RoutedSets.of(ids_TK, 32)
+    sets = RoutedSets.of(clustered(1000, 32, 4), 32)
     free_E = search(sets, 8, restarts=2)
-    assert busiest(ids_TK, free_E, 8) > 1.3
+    assert busiest(sets, free_E, 8) > 1.3
     fewest = rows_sent(sets, free_E)
     for num_nodes, bound in ((1, 1.2), (1, 1.05), (2, 1.1)):
         bound_E = search(sets, 8, num_nodes=num_nodes, max_load=bound, restarts=2)
         assert sizes(bound_E, 8) == [4] * 8
-        assert busiest(ids_TK, bound_E, 8) <= bound
+        assert busiest(sets, bound_E, 8) <= bound
         assert fewest < rows_sent(sets, bound_E) < rows_sent(sets, contiguous(32, 8))
+
+
+def test_the_search_finds_the_optimum_within_a_bound():
+    for seed in (2, 3, 5):
+        sets = RoutedSets.of(clustered(400, 8, 3, seed), 8)
+        best = optimum(sets, 4, max_load=1.15)
+        assert optimum(sets, 4) < best < torch.inf
+        part_E = search(sets, 4, max_load=1.15)
+        assert busiest(sets, part_E, 4) <= 1.15
+        assert rows_sent(sets, part_E) == best
 
 
 def test_a_bound_that_is_kept_anyway_changes_nothing():
@@ -265,8 +277,9 @@ def test_a_bound_that_is_kept_anyway_changes_nothing():
 
 def test_a_bound_out_of_reach_is_approached():
     ids_TK = torch.tensor([[0]] * 60 + [[1]] * 20 + [[2]] * 10 + [[3]] * 10)
-    part_E = search(RoutedSets.of(ids_TK, 4), 2, max_load=1.0)
-    assert busiest(ids_TK, part_E, 2) == 1.4
+    sets = RoutedSets.of(ids_TK, 4)
+    part_E = search(sets, 2, max_load=1.0)
+    assert busiest(sets, part_E, 2) == 1.4
 
 
 def test_planted_ranks_and_nodes_are_found():

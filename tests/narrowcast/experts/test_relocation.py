@@ -257,6 +257,14 @@ def test_experts_of_one_process_move_without_a_process_group() -> None:
         assert not_at(experts_LE, before, everything(placed, optimizer)) == []
 
 
+def test_state_that_does_not_tell_experts_apart_is_refused_in_one_process_too() -> None:
+    placed, optimizer = in_one_process()
+    parameter = placed.layers[0].parameters["b_EC"]
+    optimizer.state[parameter]["three"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"keeps 'three' of shape \(3,\) for moe\.b_EC of shape"):
+        placed.move_to(permutations(6, 1))
+
+
 def _wrong_within_and_after_model_order(layout: Layout) -> list[str]:
     placed, optimizer = trained(layout)
     before = everything(placed, optimizer)
@@ -277,8 +285,9 @@ def test_experts_lie_in_model_order_within_and_as_before_after_an_error(ranks) -
 
 def _error_and_changes(layout: Layout) -> tuple[str, list[str]]:
     placed, optimizer = trained(layout)
-    optimizer.state[placed.layers[-1].parameters["b_EC"]]["three"] = torch.zeros(3)
     before = everything(placed, optimizer)
+    state = optimizer.state[placed.layers[-1].parameters["b_EC"]]
+    state["three"] = torch.zeros(3)
     told: list[int] = []
     placed.on_sent = told.append
     model_LE = placed.experts_LE
@@ -286,6 +295,7 @@ def _error_and_changes(layout: Layout) -> tuple[str, list[str]]:
         placed.move_to(permutations(layout.num_experts, 2))
     assert torch.equal(placed.experts_LE, model_LE)
     assert told == []
+    del state["three"]
     return str(caught.value), not_at(model_LE, before, everything(placed, optimizer))
 
 
