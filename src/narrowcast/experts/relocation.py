@@ -133,7 +133,13 @@ def _movable(name: str, parameter: nn.Parameter, key: str, state: Tensor) -> Ten
             return state
     elif isinstance(parameter, DTensor) and state.shape == parameter.to_local().shape:
         return DTensor.from_local(
-            state, parameter.device_mesh, parameter.placements, run_check=False
+            state,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            # Not to be guessed from shards that are not all of a size.
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
     raise ValueError(
         f"the optimizer keeps '{key}' of shape {tuple(state.shape)} for {name} of shape "

@@ -125,23 +125,27 @@ def load_trace(path: str | Path) -> RoutingTrace:
                 )
             described = json.loads(header["trace"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return _checked(
-                RoutingTrace(
-                    model=described["model"],
-                    layers=tuple(described["layers"]),
-                    num_experts=described["num_experts"],
-                    num_ranks=described["num_ranks"],
-                    ids_LTK=tensors["expert_ids"],
-                    step_T=tensors["step"],
-                    rank_T=tensors["rank"],
-                    position_T=tensors["position"],
-                    scores_LTK=tensors.get("scores"),
-                    num_groups=described["num_groups"],
-                    num_limited_groups=described["num_limited_groups"],
-                )
+            trace = RoutingTrace(
+                model=described["model"],
+                layers=tuple(described["layers"]),
+                num_experts=described["num_experts"],
+                num_ranks=described["num_ranks"],
+                ids_LTK=tensors["expert_ids"],
+                step_T=tensors["step"],
+                rank_T=tensors["rank"],
+                position_T=tensors["position"],
+                scores_LTK=tensors.get("scores"),
+                num_groups=described["num_groups"],
+                num_limited_groups=described["num_limited_groups"],
             )
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}. Record the trace again") from error
+            damage = _damage(trace, described["top_k"])
+    except (SafetensorError, json.JSONDecodeError, TypeError) as error:
+        damage = str(error)
+    except KeyError as error:
+        damage = f"it lacks {error}"
+    if damage:
+        raise ValueError(f"{path} is damaged: {damage}. Record the trace again")
+    return trace
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
@@ -149,18 +153,20 @@ def id_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
-def _checked(trace: RoutingTrace) -> RoutingTrace:
-    """Raises a KeyError where shapes or ids contradict the header."""
+def _damage(trace: RoutingTrace, top_k: int) -> str:
+    """How the tensors contradict the header; empty if they do not."""
+    ids_LTK = trace.ids_LTK
     columns = (trace.step_T, trace.rank_T, trace.position_T)
-    whole = trace.ids_LTK.ndim == 3 and len(trace.layers) == trace.ids_LTK.shape[0]
-    if not whole or any(column.shape != (trace.num_tokens,) for column in columns):
-        raise KeyError(f"shapes do not fit {len(trace.layers)} layers")
-    if trace.scores_LTK is not None and trace.scores_LTK.shape != trace.ids_LTK.shape:
-        raise KeyError("scores are not of the shape of expert_ids")
-    if trace.ids_LTK.dtype != id_dtype(trace.num_experts):
-        raise KeyError(f"expert_ids are {trace.ids_LTK.dtype}")
-    if trace.ids_LTK.numel() and not 0 <= trace.ids_LTK.min() <= trace.ids_LTK.max() < (
-        trace.num_experts
-    ):
-        raise KeyError(f"an expert id is not below {trace.num_experts}")
-    return trace
+    if ids_LTK.ndim != 3 or ids_LTK.shape != (len(trace.layers), trace.num_tokens, top_k):
+        of = f"{len(trace.layers)} layers and top-{top_k}"
+        return f"expert_ids of shape {tuple(ids_LTK.shape)} for {of}"
+    if any(column.shape != (trace.num_tokens,) for column in columns):
+        return f"step, rank and position are not all of {trace.num_tokens} tokens"
+    if trace.scores_LTK is not None and trace.scores_LTK.shape != ids_LTK.shape:
+        return "scores are not of the shape of expert_ids"
+    if ids_LTK.dtype != id_dtype(trace.num_experts):
+        return f"expert_ids are {ids_LTK.dtype}, for {trace.num_experts} experts"
+    # As Python numbers: 256 does not fit into a uint8.
+    if ids_LTK.numel() and not 0 <= int(ids_LTK.min()) <= int(ids_LTK.max()) < trace.num_experts:
+        return f"an expert id is not below {trace.num_experts}"
+    return ""
