@@ -91,9 +91,3 @@ def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
         )
     dispatcher.__class__ = PlacedTokenDispatcher
     dispatcher.layer = layer
-
-
-def unplace(dispatcher: PlacedTokenDispatcher) -> None:
-    """Let a dispatcher be torchtitan's own again."""
-    del dispatcher.layer
-    dispatcher.__class__ = AllToAllTokenDispatcher

@@ -12,16 +12,16 @@ from narrowcast.experts.correlation import MIN_TOKENS
 from narrowcast.experts.metrics import measure
 from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
 from narrowcast.experts.planning import (
-    PLANNED_FROM_TOKENS,
     check,
     placement_of,
     plan_layer,
     sample,
+    tokens_to_plan_from,
 )
 from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
 from narrowcast.experts.routing import RoutingTrace, load_trace
 from torchtitan_ext.config import PlacementConfig
-from torchtitan_ext.placed_dispatch import place, unplace
+from torchtitan_ext.placed_dispatch import place
 from torchtitan_ext.private import around_checkpoints, moe_layers
 from torchtitan_ext.tracing import RoutingWatch, describe, from_first_rank, gathered
 
@@ -47,6 +47,7 @@ class PlacementRun:
         self._folder = Path(trainer.config.dump_folder) / "placement"
         self._watch: RoutingWatch | None = None
         self._next_plan: int | None = None
+        self._checked = False
         self.placement = contiguous(
             self._model["model"],
             self._model["layers"],
@@ -62,10 +63,9 @@ class PlacementRun:
             for name, moe in moes.items()
         ]
         self.experts = PlacedExperts(layers, trainer.optimizers)
-        self._dispatchers = [moe.routed_experts.token_dispatcher for moe in moes.values()]
         around_checkpoints(trainer.checkpointer, self.experts.in_model_order, self._after_loading)
-        for dispatcher, layer in zip(self._dispatchers, layers, strict=True):
-            place(dispatcher, layer)
+        for moe, layer in zip(moes.values(), layers, strict=True):
+            place(moe.routed_experts.token_dispatcher, layer)
         if self._config.after_steps:
             self._watch = RoutingWatch(
                 trainer,
@@ -84,6 +84,9 @@ class PlacementRun:
 
     def after(self, step: int) -> None:
         """Plan and move, once enough steps were watched. Every rank calls it, after each step."""
+        if not self._checked:  # the optimizer keeps its state from the first step on
+            self.experts.check()
+            self._checked = True
         if step != self._next_plan:
             return
         every = self._config.every_steps
@@ -97,11 +100,9 @@ class PlacementRun:
         self._move_to(planned)
 
     def remove(self) -> None:
-        """Give the trainer its own dispatchers back. The experts stay where they are."""
+        """Watch no more. The experts stay where they are, and tokens find them there."""
         if self._watch is not None:
             self._watch.remove()
-        for dispatcher in self._dispatchers:
-            unplace(dispatcher)
 
     def _check(self) -> None:
         config, degree = self._config, self._model["num_ranks"]
@@ -239,4 +240,4 @@ class PlacementRun:
     def _bytes_to_plan_from(self) -> int:
         id_bytes = 1 if self._model["num_experts"] <= 256 else 2
         token_bytes = len(self._model["layers"]) * self._model["top_k"] * id_bytes + 12
-        return token_bytes * PLANNED_FROM_TOKENS
+        return token_bytes * tokens_to_plan_from(self._model["num_experts"])

@@ -21,13 +21,13 @@ from tqdm import tqdm
 from narrowcast.experts import partition
 from narrowcast.experts.metrics import aligned, rows_per_token
 from narrowcast.experts.placement import Placement
-from narrowcast.experts.planning import HELD_OUT, PLANNED_FROM_TOKENS, plan
+from narrowcast.experts.planning import HELD_OUT, plan, tokens_to_plan_from
 from narrowcast.experts.routing import RoutingTrace, load_trace
 
 METHODS = ("contiguous", "random", "occult", "pairwise", "rows")
 
 
-def mt_kahypar(sets: partition.RoutedSets, num_parts: int, seeds: int = 5) -> Tensor:
+def mt_kahypar(sets: partition.RoutedSets, num_parts: int, seeds: int) -> Tensor:
     """(E,) the part of each expert, by Mt-KaHyPar's best connectivity partition of several seeds.
 
     Raises:
@@ -62,13 +62,13 @@ def held_out_rows(trace: RoutingTrace, placement: Placement) -> float:
     return statistics.fmean(rows_per_token(ids_TK, rank_E) for ids_TK, rank_E in layers)
 
 
-def kahypar_rows(trace: RoutingTrace, num_ranks: int) -> float:
-    """The same of Mt-KaHyPar's partitions."""
+def kahypar_rows(trace: RoutingTrace, num_ranks: int, seeds: int = 5) -> float:
+    """The same of Mt-KaHyPar's partitions, the best of several seeds."""
     fitted, later = trace.split(HELD_OUT)
     rows = []
     for fitted_TK, later_TK in zip(fitted.ids_LTK, later.ids_LTK, strict=True):
         sets = partition.RoutedSets.of(fitted_TK.long(), trace.num_experts)
-        rows.append(rows_per_token(later_TK, mt_kahypar(sets, num_ranks)))
+        rows.append(rows_per_token(later_TK, mt_kahypar(sets, num_ranks, seeds)))
     return statistics.fmean(rows)
 
 
@@ -104,10 +104,9 @@ def made_up(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Tensor:
 
 def speed(num_layers: int = 58, num_experts: int = 128, num_ranks: int = 32) -> str:
     """How long the search takes for the layers of a large model, made-up tokens aside."""
-    ids_LTK = torch.stack(
-        [made_up(PLANNED_FROM_TOKENS, num_experts, 8, seed) for seed in range(num_layers)]
-    )
-    nothing_T = torch.zeros(PLANNED_FROM_TOKENS, dtype=torch.int64)
+    num_tokens = tokens_to_plan_from(num_experts)
+    ids_LTK = torch.stack([made_up(num_tokens, num_experts, 8, i) for i in range(num_layers)])
+    nothing_T = torch.zeros(num_tokens, dtype=torch.int64)
     names = tuple(f"layers.{i}.moe" for i in range(num_layers))
     trace = RoutingTrace("made up", names, num_experts, 1, ids_LTK, *[nothing_T] * 3)
     start = time.perf_counter()
@@ -115,7 +114,7 @@ def speed(num_layers: int = 58, num_experts: int = 128, num_ranks: int = 32) -> 
     seconds = time.perf_counter() - start
     return (
         f"{num_layers} layers of {num_experts} experts, top-8, on {num_ranks} ranks, from "
-        f"{PLANNED_FROM_TOKENS} tokens, {torch.get_num_threads()} threads: {seconds:.1f} s"
+        f"{num_tokens} tokens, {torch.get_num_threads()} threads: {seconds:.1f} s"
     )
 
 

@@ -17,8 +17,9 @@ from narrowcast.experts.routing import RoutingTrace
 
 Method = Literal["contiguous", "random", "occult", "pairwise", "rows"]
 
-# More do not make a better plan (Expert Coupling, VI.A: from 4,096 it is within a per cent).
-PLANNED_FROM_TOKENS = 32768
+# Tokens times experts that a plan is made from: a search takes time in proportion. 16,384 tokens of
+# 128 experts; from 4,096 a plan is within a per cent (Expert Coupling, VI.A).
+_TOKENS_TIMES_EXPERTS = 2**21
 
 # The share of a trace's later tokens that a plan must prove itself on.
 HELD_OUT = 0.2
@@ -156,9 +157,14 @@ def placement_of(
     )
 
 
+def tokens_to_plan_from(num_experts: int) -> int:
+    """How many tokens a plan is made from, at most."""
+    return max(_TOKENS_TIMES_EXPERTS // num_experts, MIN_TOKENS)
+
+
 def sample(trace: RoutingTrace) -> RoutingTrace:
     """As many of the tokens as are planned from, evenly spaced."""
-    return trace.tokens(evenly_spaced(trace.num_tokens, PLANNED_FROM_TOKENS))
+    return trace.tokens(evenly_spaced(trace.num_tokens, tokens_to_plan_from(trace.num_experts)))
 
 
 def check(trace: RoutingTrace, num_ranks: int, num_nodes: int) -> None:

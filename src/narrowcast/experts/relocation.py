@@ -65,7 +65,7 @@ class PlacedExperts:
         self.on_sent: Callable[[int], None] = lambda sent_bytes: None
         self._optimizers = tuple(optimizers)
 
-    def move_to(self, experts_LE: Tensor) -> int:
+    def move_to(self, experts_LE: Tensor | Sequence[Tensor]) -> int:
         """Give every slot its expert. Every rank must call it, alike.
 
         Args:
@@ -90,10 +90,10 @@ class PlacedExperts:
         self.on_sent(sent)
         return sent
 
-    @property
-    def experts_LE(self) -> Tensor:
-        """(L, E) the expert in each slot now, on the CPU."""
-        return torch.stack([layer.experts_E.cpu() for layer in self.layers])
+    def check(self) -> None:
+        """Raise the ValueError of `move_to` now, if there is cause for it."""
+        for layer in self.layers:
+            list(self._tensors(layer))
 
     @contextlib.contextmanager
     def in_model_order(self) -> Iterator[None]:
@@ -101,12 +101,12 @@ class PlacedExperts:
 
         For whatever reads or writes parameters and optimizer state by name: checkpoints, exports.
         """
-        experts_LE = self.experts_LE
-        self.move_to(torch.arange(experts_LE.shape[1]).expand_as(experts_LE))
+        experts_by_layer = [layer.experts_E.to("cpu", copy=True) for layer in self.layers]
+        self.move_to([torch.arange(len(experts_E)) for experts_E in experts_by_layer])
         try:
             yield
         finally:
-            self.move_to(experts_LE)
+            self.move_to(experts_by_layer)
 
     @staticmethod
     def _sources(layer: ExpertLayer, experts_E: Tensor) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Plans made of traces: of any routing, and how good they are on real ones."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,16 +94,14 @@ def test_what_cannot_be_planned_is_refused(num_tokens: int, arguments: dict, mes
         plan(clustered(num_tokens), **arguments)
 
 
-@pytest.mark.parametrize("num_ranks", [4, 8])
 @pytest.mark.parametrize("top_k", [2, 4, 8])
-def test_real_routing_is_placed_as_well_as_by_a_hypergraph_partitioner(
-    top_k: int, num_ranks: int
-) -> None:
-    """32 experts in 4 layers of the demo's MoE (train_configs/experts.toml), 51,200 tokens."""
+def test_real_routing_is_placed_as_well_as_by_a_hypergraph_partitioner(top_k: int) -> None:
+    """Of the MoE of train_configs/experts.toml: 51,200 tokens, 32 experts in 4 layers."""
     trace = load_trace(DATA / f"routing_trace_top{top_k}.safetensors")
     assert (trace.num_tokens, trace.top_k, trace.num_experts) == (51200, top_k, 32)
-    rows = {name: held_out_rows(trace, plan(trace, num_ranks, method=name)) for name in METHODS}
-    assert rows["rows"] <= 1.01 * kahypar_rows(trace, num_ranks)
+    if top_k == 8:  # of which the partitioner takes its time
+        trace = replace(trace, layers=trace.layers[::2], ids_LTK=trace.ids_LTK[::2])
+    rows = {name: held_out_rows(trace, plan(trace, 8, method=name)) for name in METHODS}
+    assert rows["rows"] <= 1.01 * kahypar_rows(trace, 8, seeds=1)
     assert rows["rows"] <= 0.98 * rows["occult"]
-    assert rows["rows"] <= min(rows.values()) * 1.01
-    assert rows["rows"] < rows["contiguous"]
+    assert rows["rows"] == min(rows.values())
