@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help="what one more node of a token costs, in rows; by default nodes come first",
     )
-    planner.add_argument("--restarts", type=int, default=8, help="seeded starts of rows (8)")
+    planner.add_argument("--restarts", type=int, default=4, help="seeded starts of rows (4)")
     planner.add_argument("--seed", type=int, default=0)
     planner.add_argument("--output", type=Path, required=True, metavar="FILE")
 

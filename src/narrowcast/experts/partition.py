@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 _POLISHED = 2  # starts of a search that are improved by rows
-_PATIENCE = 30  # swaps in a row that may find nothing better, at most
+_PATIENCE = 20  # swaps in a row that may find nothing better, at most
 _REST = 1 / 12  # how many swaps a swapped unit rests, as a share of all units
 _SMALLEST_GAIN = 1e-6  # beyond rounding: costs are whole numbers, times a weight
 
@@ -134,7 +134,7 @@ def search(
     num_groups: int | None = None,
     cross_node_weight: float | None = None,
     max_load: float | None = None,
-    restarts: int = 8,
+    restarts: int = 4,
     seed: int = 0,
 ) -> Tensor:
     """The rank of each expert, such that few rows are sent; ranks of a node are consecutive.

@@ -33,7 +33,7 @@ def plan(
     method: Method = "rows",
     max_load: float | None = None,
     cross_node_weight: float | None = None,
-    restarts: int = 8,
+    restarts: int = 4,
     seed: int = 0,
     progress: bool = False,
 ) -> Placement:
@@ -84,7 +84,7 @@ def plan_layer(
     method: Method = "rows",
     max_load: float | None = None,
     cross_node_weight: float | None = None,
-    restarts: int = 8,
+    restarts: int = 4,
     seed: int = 0,
 ) -> Tensor:
     """(E,) the expert in each slot of one layer. Arguments as of `plan`, after `check`.
