@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
 from narrowcast.experts.correlation import MIN_TOKENS
-from narrowcast.experts.metrics import measure
+from narrowcast.experts.files import check_writable
+from narrowcast.experts.metrics import UNEVEN, measure
 from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
 from narrowcast.experts.planning import (
     check,
@@ -67,6 +68,7 @@ class PlacementRun:
         for moe, layer in zip(moes.values(), layers, strict=True):
             place(moe.routed_experts.token_dispatcher, layer)
         if self._config.after_steps:
+            from_first_rank(lambda: check_writable(self._file(0)), f"{_SECTION}.after_steps")
             self._watch = RoutingWatch(
                 trainer,
                 f"{_SECTION}.after_steps",
@@ -133,7 +135,7 @@ class PlacementRun:
     def _first_placement(self) -> Placement | None:
         """The placement of `file` or `trace`, which the first rank reads for all."""
         if self._config.file:
-            return self._placement_in(self._config.file)
+            return self._placement_in(self._config.file, f'{_SECTION}.file = "{self._config.file}"')
         if self._config.trace:
             trace = from_first_rank(
                 lambda: self._checked_trace(self._config.trace),
@@ -142,7 +144,7 @@ class PlacementRun:
             return self._plan(trace)
         return None
 
-    def _placement_in(self, file: str | Path) -> Placement:
+    def _placement_in(self, file: str | Path, what: str) -> Placement:
         def read() -> Placement:
             placement = load_placement(file)
             placement.check(
@@ -150,7 +152,7 @@ class PlacementRun:
             )
             return placement
 
-        placement = from_first_rank(read, f'{_SECTION}.file = "{file}"')
+        placement = from_first_rank(read, what)
         if self._config.file and placement.num_nodes != self._config.nodes:
             logger.warning(
                 f"{_SECTION}.nodes = {self._config.nodes} is overridden by {file}, which was "
@@ -202,6 +204,11 @@ class PlacementRun:
             f"placement planned from {trace.num_tokens} tokens: {rows[0]:.3f} -> {rows[1]:.3f} "
             f"ranks a token; load of the busiest rank over the mean {load[0]:.2f} -> {load[1]:.2f}"
         )
+        if not self._config.max_load and load[1] > UNEVEN * load[0]:
+            logger.warning(
+                f"placement: the busiest rank is to get {load[1]:.2f} times the mean load, and had "
+                f"{load[0]:.2f}. {_SECTION}.max_load bounds it"
+            )
         for metrics in after:
             if 0 < self._config.max_load < metrics.busiest_load:
                 logger.warning(
@@ -220,14 +227,14 @@ class PlacementRun:
         step, after_steps = self._trainer.step, self._config.after_steps
         if not after_steps or step == 0:
             return
-        files = sorted(self._folder.glob("step-*.json"))
-        planned = {int(re.search(r"\d+", file.stem)[0]): file for file in files}
-        latest = max((s for s in gathered(sorted(planned))[0] if s <= step), default=None)
+        names = (re.fullmatch(r"step-(\d+)\.json", f.name) for f in self._folder.glob("*"))
+        planned = gathered([int(name[1]) for name in names if name])[0]
+        latest = max((s for s in planned if s <= step), default=None)
         self._next_plan = step + after_steps
         if latest is None:
             return
         try:
-            self._move_to(self._placement_in(self._file(latest)))
+            self._move_to(self._placement_in(self._file(latest), f"the plan of step {latest}"))
         except ValueError as error:  # on every rank
             logger.warning(f"{error}. Steps up to {self._next_plan} are watched for another")
             return

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torchtitan.tools.logging import logger
 
+from narrowcast.experts.files import check_writable
 from narrowcast.experts.recording import RecordedTokens, RoutingRecorder, trace_of
 from narrowcast.experts.routing import RoutingTrace
 from torchtitan_ext.config import RoutingTraceConfig
@@ -131,15 +132,18 @@ class TraceRun:
                 f"narrowcast.routing_trace records up to step {self._last}, but training ends with "
                 f"training.steps = {trainer.config.training.steps}"
             )
-        folder = self._file.parent
         from_first_rank(
-            lambda: folder.mkdir(parents=True, exist_ok=True),
+            lambda: check_writable(self._file),
             f'narrowcast.routing_trace.file = "{self._config.file}"',
         )
-        self._written = False
+        self._begun = self._written = False
 
     def during(self, step: int) -> AbstractContextManager:
         """Record a step, if it is one of the chosen."""
+        if not self._begun and step > self._steps[0]:  # resumed
+            left = sum(chosen >= step for chosen in self._steps)
+            logger.warning(f"routing trace: {left} of {len(self._steps)} chosen steps are to come")
+        self._begun = True
         return self._watch.recording(step) if step in self._steps else nullcontext()
 
     def after(self, step: int) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import get_args
 
 from narrowcast.experts.correlation import MIN_TOKENS
+from narrowcast.experts.files import check_writable
 from narrowcast.experts.heatmap import coselection_heatmap
 from narrowcast.experts.metrics import (
+    UNEVEN,
     WIDTH,
-    PlacementMetrics,
     measure,
     measure_router,
     placement_table,
@@ -108,6 +109,7 @@ def _show_trace(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     trace = load_trace(arguments.trace)
+    check_writable(arguments.output)
     placement = plan(
         trace,
         arguments.ranks,
@@ -120,19 +122,20 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress=True,
     )
     fitted, held_out = trace.split(HELD_OUT)
-    table = _before_and_after(held_out, placement)
-    placement.save(arguments.output)
     print(_head(trace))
     print(f"Fitted on {fitted.num_tokens} tokens, judged on the later {held_out.num_tokens}")
-    print(f"{table}\n\nWrote {arguments.output}")
-    if arguments.max_load is not None:
-        _warn_of_load(measure(fitted, placement), arguments.max_load)
+    print(f"{_before_and_after(held_out, placement)}\n")
+    placement.save(arguments.output)
+    print(f"Wrote {arguments.output}")
+    _warn_of_load(trace, fitted, placement, arguments.max_load)
 
 
 def _show_placement(arguments: argparse.Namespace) -> None:
     trace = load_trace(arguments.trace)
     placement = load_placement(arguments.placement)
     table = _before_and_after(trace, placement)
+    if arguments.layer and not arguments.heatmap:
+        raise ValueError(f"--layer {arguments.layer} is drawn by --heatmap FILE.png: give both")
     if arguments.heatmap:
         layer = arguments.layer or trace.layers[0]
         coselection_heatmap(trace, placement, layer, arguments.heatmap)
@@ -153,11 +156,10 @@ def _head(trace: RoutingTrace) -> str:
 
 
 def _before_and_after(trace: RoutingTrace, placement: Placement) -> str:
-    before = contiguous(
-        trace.model, trace.layers, trace.num_experts, placement.num_ranks, placement.num_nodes
-    )
     after = measure(trace, placement)
-    table = placement_table({"before": measure(trace, before), "after": after})
+    table = placement_table(
+        {"before": measure(trace, _contiguous(trace, placement)), "after": after}
+    )
     nodes = "1 node" if placement.num_nodes == 1 else f"{placement.num_nodes} nodes"
     return (
         f"Before: contiguous; after: {placement.method}; on {placement.num_ranks} ranks of {nodes}"
@@ -165,14 +167,29 @@ def _before_and_after(trace: RoutingTrace, placement: Placement) -> str:
     )
 
 
-def _warn_of_load(layers: Sequence[PlacementMetrics], max_load: float) -> None:
-    over = [layer for layer in layers if layer.busiest_load > max_load]
+def _contiguous(trace: RoutingTrace, placement: Placement) -> Placement:
+    """Where experts live without the placement."""
+    return contiguous(
+        trace.model, trace.layers, trace.num_experts, placement.num_ranks, placement.num_nodes
+    )
+
+
+def _warn_of_load(
+    trace: RoutingTrace, fitted: RoutingTrace, placement: Placement, max_load: float | None
+) -> None:
+    """Of a bound that was not reached, or of a rank that gets much busier for want of one."""
+    bound = max_load
+    if bound is None:
+        busiest = [layer.busiest_load for layer in measure(trace, _contiguous(trace, placement))]
+        bound = UNEVEN * max(busiest)
+    over = [layer for layer in measure(fitted, placement) if layer.busiest_load > bound]
     if over:
         worst = max(over, key=lambda layer: layer.busiest_load)
+        cause = "--max-load is not reached" if max_load else "--max-load would bound this"
         print(
-            f"narrowcast: warning: {len(over)} of {len(layers)} layers are above --max-load "
-            f"{max_load} on the tokens that it was fitted on, {worst.layer} the most with "
-            f"{worst.busiest_load:.3f}",
+            f"narrowcast: warning: the busiest rank's load over the mean is above {bound:.2f} in "
+            f"{len(over)} of {len(trace.layers)} layers, {worst.layer} the most with "
+            f"{worst.busiest_load:.2f}, on the tokens that it was fitted on: {cause}",
             file=sys.stderr,
         )
 

@@ -124,22 +124,32 @@ def held_out_correlation(
     Expert Coupling, VI.A, reports 0.93 (top-2) and 0.98 (top-6) for co-selection on 4,096 tokens.
 
     Args:
-        fitted, held_out: of `coselection`, of which each pair of experts enters once; or of
-            `first_order`, of which all counts do.
+        fitted, held_out: of `coselection`, of which each pair of experts enters once; or
+            cross-layer tables of one order, of which all counts do. A row that only one of them has
+            is 0 in the other.
 
     Returns:
         From -1 to 1; nan where all entries of a table are equal.
     """
-    x, y = (_entries(table).double() for table in (fitted, held_out))
+    if isinstance(fitted, CrossLayerTable):
+        x, y = _aligned(fitted, held_out)
+    else:
+        first_P, second_P = torch.triu_indices(*fitted.shape, offset=1)
+        x, y = (table[first_P, second_P].double() for table in (fitted, held_out))
     x, y = x - x.mean(), y - y.mean()
     return (x.dot(y) / (x.norm() * y.norm())).item()
 
 
-def _entries(table: Tensor | CrossLayerTable) -> Tensor:
-    if isinstance(table, CrossLayerTable):
-        return table.counts_NE.flatten()
-    first_P, second_P = torch.triu_indices(*table.shape, offset=1)
-    return table[first_P, second_P]
+def _aligned(one: CrossLayerTable, other: CrossLayerTable) -> list[Tensor]:
+    """The counts of two tables, flat and float64, with the rows of either."""
+    keys_NQ, row_N = torch.cat([one.keys_NQ, other.keys_NQ]).unique(dim=0, return_inverse=True)
+    rows = row_N.split([len(one.keys_NQ), len(other.keys_NQ)])
+    aligned = []
+    for table, row_M in zip((one, other), rows, strict=True):
+        counts_NE = torch.zeros(len(keys_NQ), table.counts_NE.shape[1], dtype=torch.float64)
+        counts_NE[row_M] = table.counts_NE.double()
+        aligned.append(counts_NE.flatten())
+    return aligned
 
 
 def _table(keys_NQ: Tensor, row_TC: Tensor, next_TK: Tensor, num_experts: int) -> CrossLayerTable:

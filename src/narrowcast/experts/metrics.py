@@ -18,9 +18,13 @@ from narrowcast.experts.correlation import (
     first_order,
     held_out_correlation,
     most_frequent_next,
+    second_order,
 )
 from narrowcast.experts.placement import Placement
 from narrowcast.experts.routing import RoutingTrace
+
+# A placement that makes the busiest rank of a layer so much busier than contiguous is warned of.
+UNEVEN = 1.25
 
 # Of all pairs of experts, the most frequent ones that Expert Coupling counts (II.B).
 TOP_PAIRS = 0.008
@@ -62,6 +66,22 @@ class PlacementMetrics:
 
 
 @dataclass(frozen=True)
+class HeldOutCorrelations:
+    """How far tables of the earlier half of the tokens hold for the later one (Expert Coupling,
+    VI.A); nan with fewer than `MIN_TOKENS` in either.
+
+    Attributes:
+        coselection: of the layer's experts.
+        first_order: from the layer's experts to the next layer's. nan in the last layer.
+        second_order: from the layer's and the previous layer's. nan in the first and the last.
+    """
+
+    coselection: float
+    first_order: float
+    second_order: float
+
+
+@dataclass(frozen=True)
 class RouterMetrics:
     """What one layer's routing looks like under no placement but the contiguous one.
 
@@ -74,10 +94,9 @@ class RouterMetrics:
         top_pairs_share: share of co-selections that these pairs carry. nan at top-1.
         independent_share: the same if experts were selected independently of each other with the
             same loads, so that a pair's count is proportional to the product of its loads.
-        held_out_correlation: of the co-selection counts of the earlier and the later half of the
-            tokens. nan with fewer than `MIN_TOKENS` in either.
         next_share: median over experts of the share of its tokens that select its most frequent
             expert of the next layer. nan in the last layer, and with fewer than `MIN_TOKENS`.
+        correlations: of its tables with held-out ones.
     """
 
     layer: str
@@ -86,8 +105,8 @@ class RouterMetrics:
     top_pairs: int
     top_pairs_share: float
     independent_share: float
-    held_out_correlation: float
     next_share: float
+    correlations: HeldOutCorrelations
 
     @property
     def skew(self) -> float:
@@ -171,7 +190,8 @@ def measure_layer(
 
 
 def measure(trace: RoutingTrace, placement: Placement) -> list[PlacementMetrics]:
-    """Judge a placement by a trace, layer by layer. A token's own rank is `rank_T % R`.
+    """Judge a placement by a trace, layer by layer. A token's own rank is `rank_T % R`, or any of
+    them alike where the trace was recorded on fewer than R ranks.
 
     Raises:
         ValueError: the placement is for another model, or see `measure_layer`.
@@ -185,12 +205,14 @@ def measure(trace: RoutingTrace, placement: Placement) -> list[PlacementMetrics]
     ranks, nodes = placement.num_ranks, placement.num_nodes
     layers = zip(trace.layers, trace.ids_LTK, placement.ranks_LE, strict=True)
     home_T = trace.rank_T % ranks
+    if len(home_T.unique()) < ranks:  # recorded on fewer ranks: what is to be expected
+        home_T = None
     return [measure_layer(name, ids, rank_E, ranks, nodes, home_T) for name, ids, rank_E in layers]
 
 
 def measure_router(trace: RoutingTrace) -> list[RouterMetrics]:
     """What a trace says of each layer's router. Expert-parallel degrees are the powers of two that
-    divide the number of experts.
+    divide the number of experts, or all divisors if none does.
 
     Raises:
         ValueError: there are no tokens.
@@ -198,16 +220,13 @@ def measure_router(trace: RoutingTrace) -> list[RouterMetrics]:
     if not trace.num_tokens:
         raise ValueError("the trace has no tokens: record some")
     experts, enough = trace.num_experts, trace.num_tokens >= MIN_TOKENS
-    degrees = [2**n for n in range(1, experts.bit_length()) if experts % 2**n == 0]
-    halves = trace.split(0.5)
+    divisors = [n for n in range(2, experts + 1) if experts % n == 0]
+    degrees = [n for n in divisors if n & (n - 1) == 0] or divisors
     measured = []
     for i, (layer, ids_TK) in enumerate(zip(trace.layers, trace.ids_LTK, strict=True)):
         load_E = torch.bincount(ids_TK.flatten().long(), minlength=experts)
         counts_EE = coselection(ids_TK, experts)
-        correlation = next_share = math.nan
-        if min(half.num_tokens for half in halves) >= MIN_TOKENS:
-            halves_EE = [coselection(half.ids_LTK[i], experts) for half in halves]
-            correlation = held_out_correlation(*halves_EE)
+        next_share = math.nan
         if enough and i + 1 < len(trace.layers):
             shares_E = most_frequent_next(first_order(ids_TK, trace.ids_LTK[i + 1], experts))
             next_share = shares_E.nanquantile(0.5).item()
@@ -223,12 +242,29 @@ def measure_router(trace: RoutingTrace) -> list[RouterMetrics]:
                 },
                 top_pairs=pairs,
                 top_pairs_share=share,
-                independent_share=_top_pairs(load.outer(load))[1] if pairs else math.nan,
-                held_out_correlation=correlation,
+                independent_share=_top_pairs(load.outer(load))[1] if share == share else share,
                 next_share=next_share,
+                correlations=_correlations(trace, i),
             )
         )
     return measured
+
+
+def _correlations(trace: RoutingTrace, layer: int) -> HeldOutCorrelations:
+    """Of a layer's tables, fitted on the earlier half of the tokens and held out the later one."""
+    halves = trace.split(0.5)
+    if min(half.num_tokens for half in halves) < MIN_TOKENS:
+        return HeldOutCorrelations(math.nan, math.nan, math.nan)
+    experts, is_last = trace.num_experts, layer + 1 == len(trace.layers)
+    within = [coselection(half.ids_LTK[layer], experts) for half in halves]
+    first = second = math.nan
+    if not is_last:
+        pairs = [half.ids_LTK[layer : layer + 2] for half in halves]
+        first = held_out_correlation(*(first_order(*ids, experts) for ids in pairs))
+    if not is_last and layer > 0:
+        triples = [half.ids_LTK[layer - 1 : layer + 2] for half in halves]
+        second = held_out_correlation(*(second_order(*ids, experts) for ids in triples))
+    return HeldOutCorrelations(held_out_correlation(*within), first, second)
 
 
 def placement_table(placements: Mapping[str, Sequence[PlacementMetrics]]) -> str:
@@ -261,7 +297,8 @@ def placement_table(placements: Mapping[str, Sequence[PlacementMetrics]]) -> str
 
 def router_table(layers: Sequence[RouterMetrics]) -> str:
     """What a trace says of each layer's router, and C_T of contiguous placements."""
-    traffic = [["layer", "least", "skew", "top pairs", "independent", "held-out", "next layer"]]
+    traffic = [["layer", "least", "skew", "top pairs", "independent", "next layer"]]
+    traffic[0] += ["pairs", "first", "second"]
     degrees = list(layers[0].rows_per_token)
     ranks = [["layer", *(f"EP {degree}" for degree in degrees)]]
     for layer in layers:
@@ -273,8 +310,10 @@ def router_table(layers: Sequence[RouterMetrics]) -> str:
                 f"{layer.skew:.2f}",
                 _percent(layer.top_pairs_share),
                 _percent(layer.independent_share),
-                _number(layer.held_out_correlation, 3),
                 _percent(layer.next_share),
+                _number(layer.correlations.coselection, 3),
+                _number(layer.correlations.first_order, 3),
+                _number(layer.correlations.second_order, 3),
             ]
         )
         ranks.append([layer.layer, *(f"{rows:.2f}" for rows in layer.rows_per_token.values())])
@@ -282,9 +321,10 @@ def router_table(layers: Sequence[RouterMetrics]) -> str:
     legend = (
         "least, skew: tokens of the least and of the most loaded expert over the mean. top pairs: "
         f"co-selections in the {layers[0].top_pairs} most frequent of {pairs} pairs of experts. "
-        "independent: the same if selection were independent, with the same loads. held-out: "
-        "correlation of the co-selection counts of the earlier and the later half of the tokens. "
-        "next layer: tokens of an expert that go to its most frequent expert there, median. EP: "
+        "independent: the same if selection were independent, with the same loads. next layer: "
+        "tokens of an expert that go to its most frequent expert there, median. pairs, first, "
+        "second: correlation of tables of the earlier and of the later half of the tokens: of "
+        "co-selection, and of the next layer's experts given one and two layers' before. EP: "
         "C_T, distinct ranks of a token's experts, at this expert-parallel degree, contiguous."
     )
     tables = f"{aligned(traffic, words=1)}\n\n{aligned(ranks, words=1)}"

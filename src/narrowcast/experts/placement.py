@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowcast.experts.files import whole
+
 FORMAT = "narrowcast.placement"
 VERSION = 1
 
@@ -63,8 +65,6 @@ class Placement:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         described = {
             "format": FORMAT,
             "version": VERSION,
@@ -75,9 +75,8 @@ class Placement:
             "method": self.method,
             "experts_by_slot": dict(zip(self.layers, self.experts_LE.tolist(), strict=True)),
         }
-        unfinished = path.with_name(f"{path.name}.part")
-        unfinished.write_text(_one_layer_a_line(described))
-        unfinished.replace(path)
+        with whole(Path(path)) as unfinished:
+            unfinished.write_text(_one_layer_a_line(described))
 
 
 def contiguous(

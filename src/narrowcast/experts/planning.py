@@ -1,8 +1,9 @@
 """Plans a placement from a trace: layer by layer, fitted on earlier, judged on later tokens."""
 
 import functools
+import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -56,8 +57,7 @@ def plan(
         ValueError: too few tokens, or numbers that do not divide.
     """
     check(trace, num_ranks, num_nodes)
-    if max_load is not None and not max_load >= 1:
-        raise ValueError(f"max_load = {max_load}: no rank can be below the mean, give at least 1")
+    _check_options(method, num_nodes, max_load, cross_node_weight, restarts)
     trace = sample(trace)
     layers = range(len(trace.layers))
     search = functools.partial(
@@ -89,8 +89,8 @@ def plan_layer(
 ) -> Tensor:
     """(E,) the expert in each slot of one layer. Arguments as of `plan`, after `check`.
 
-    Contiguous, unless what was fitted on the earlier tokens sends fewer rows for the later ones, or
-    is needed for `max_load`.
+    Contiguous, unless what was fitted on the earlier tokens is better for the later ones: by nodes
+    a token and then by ranks a token, or by their weighted sum. A bound on load comes first.
     """
     num_experts = trace.num_experts
     contiguous_E = partition.contiguous(num_experts, num_ranks)
@@ -117,12 +117,18 @@ def plan_layer(
                 seed=seed,
             )
         case _:
-            raise ValueError(f"method = {method!r}: there are {Method.__args__}")
-    if max_load is None and rows_per_token(held_out, rank_E) >= rows_per_token(
-        held_out, contiguous_E
-    ):
-        return from_parts(contiguous_E)
-    return from_parts(rank_E)
+            raise AssertionError(method)
+    if max_load is not None:
+        return from_parts(rank_E)
+
+    def cost(rank_E: Tensor) -> tuple[float, float]:
+        ranks = rows_per_token(held_out, rank_E)
+        nodes = rows_per_token(held_out, rank_E // (num_ranks // num_nodes))
+        if cross_node_weight is None:
+            return nodes, ranks
+        return ranks + cross_node_weight * nodes, 0.0
+
+    return from_parts(min(contiguous_E, rank_E, key=cost))
 
 
 def _pairwise(weight_EE: Tensor, num_ranks: int, num_nodes: int) -> Tensor:
@@ -184,3 +190,26 @@ def check(trace: RoutingTrace, num_ranks: int, num_nodes: int) -> None:
             f"{num_ranks} ranks do not divide over {num_nodes} nodes: give a number of nodes that "
             "divides them"
         )
+
+
+def _check_options(
+    method: str,
+    num_nodes: int,
+    max_load: float | None,
+    cross_node_weight: float | None,
+    restarts: int,
+) -> None:
+    """Raise a ValueError for an option that is out of range, or would be ignored."""
+    if method not in get_args(Method):
+        raise ValueError(f"method = {method!r}: there are {', '.join(get_args(Method))}")
+    if restarts < 0:
+        raise ValueError(f"restarts = {restarts}: give 0 or more")
+    if max_load is not None and not 1 <= max_load < math.inf:
+        raise ValueError(f"max_load = {max_load}: give a number of at least 1, the mean")
+    if cross_node_weight is not None and not 0 <= cross_node_weight < math.inf:
+        raise ValueError(f"cross_node_weight = {cross_node_weight}: give a number of at least 0")
+    if cross_node_weight is not None and num_nodes == 1:
+        raise ValueError(f"cross_node_weight = {cross_node_weight} takes more than one node")
+    for name, value in (("max_load", max_load), ("cross_node_weight", cross_node_weight)):
+        if value is not None and method != "rows":
+            raise ValueError(f'{name} = {value} works with method "rows", not "{method}"')

@@ -14,6 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from narrowcast.experts.files import whole
+
 FORMAT = "narrowcast.routing_trace"
 VERSION = 1
 
@@ -79,8 +81,6 @@ class RoutingTrace:
 
     def save(self, path: str | Path) -> None:
         """Write the file, whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {
             "expert_ids": self.ids_LTK.to(id_dtype(self.num_experts)),
             "step": self.step_T.to(torch.int32),
@@ -99,9 +99,8 @@ class RoutingTrace:
             "num_limited_groups": self.num_limited_groups,
         }
         header = {"format": FORMAT, "version": str(VERSION), "trace": json.dumps(described)}
-        unfinished = path.with_name(f"{path.name}.part")
-        save_file({name: t.contiguous() for name, t in tensors.items()}, unfinished, header)
-        unfinished.replace(path)
+        with whole(Path(path)) as unfinished:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, unfinished, header)
 
 
 def load_trace(path: str | Path) -> RoutingTrace:

@@ -71,8 +71,8 @@ def test_a_trace_is_shown_without_torchtitan(trace_file, capsys, monkeypatch):
     rows = rows_of(shown)
     # Four of 28 pairs occur, equally often; an expert is first of its pair half of the time, and
     # is followed by itself then.
-    assert ["layers.1.moe", "1.00", "1.00", "25.0%", "3.6%", "1.000", "50.0%"] in rows
-    assert ["layers.2.moe", "1.00", "1.00", "25.0%", "3.6%", "1.000", "-"] in rows
+    assert ["layers.1.moe", "1.00", "1.00", "25.0%", "3.6%", "50.0%", "1.000", "1.000", "-"] in rows
+    assert ["layers.2.moe", "1.00", "1.00", "25.0%", "3.6%", "-", "1.000", "-", "-"] in rows
     # C_T at EP 2, 4 and 8.
     assert ["layers.1.moe", "2.00", "2.00", "2.00"] in rows
     assert ["layers.2.moe", "1.00", "1.00", "2.00"] in rows
@@ -157,8 +157,8 @@ def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys,
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'} --max-load"
     assert main([*command.split(), "1.5"]) == 0
     warning = capsys.readouterr().err
-    assert "warning: 1 of 2 layers are above --max-load 1.5" in warning
-    assert "layers.2.moe the most with 2.00" in warning
+    assert "above 1.50 in 1 of 2 layers, layers.2.moe the most with 2.00" in warning
+    assert "--max-load is not reached" in warning
     assert main([*command.split(), "2.1"]) == 0
     assert capsys.readouterr().err == ""
 

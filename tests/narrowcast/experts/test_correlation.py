@@ -131,6 +131,16 @@ def test_held_out_correlation_of_first_order_tables_is_of_all_counts():
     assert held_out_correlation(one, other) == pytest.approx(-5 / 11)
 
 
+def test_held_out_correlation_of_second_order_tables_has_rows_that_one_lacks_as_zero() -> None:
+    one, other = (
+        second_order(*(repeated([[expert] for expert in row]) for row in rows), 2)
+        for rows in (([0, 0, 0], [0, 0, 0], [0, 0, 1]), ([0, 0, 1], [0, 0, 0], [0, 0, 0]))
+    )
+    assert (len(one.keys_NQ), len(other.keys_NQ)) == (1, 2)
+    # Of (2, 1, 0, 0) and (2, 0, 1, 0): deviations from 3/4.
+    assert held_out_correlation(one, other) == pytest.approx(7 / 11)
+
+
 def test_held_out_correlation_with_a_constant_table_is_nan():
     constant_EE = torch.ones(3, 3, dtype=torch.int64)
     assert math.isnan(held_out_correlation(constant_EE, coselection(routes(9, 3, 2), 3)))

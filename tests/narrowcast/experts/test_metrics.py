@@ -150,7 +150,7 @@ def test_router_metrics_of_a_small_trace_are_those_worked_by_hand():
     assert (layer.top_pairs, layer.top_pairs_share) == (1, 3 / 4)
     # Products of loads: 9, four times 3, and 1.
     assert layer.independent_share == pytest.approx(9 / 22)
-    assert math.isnan(layer.held_out_correlation)
+    assert math.isnan(layer.correlations.coselection)
     assert math.isnan(layer.next_share)
 
 
@@ -166,8 +166,11 @@ def test_a_routers_correlations_are_of_its_halves_and_its_next_layer():
     assert first.load_E[6:].tolist() == [0, 0]
     assert first.next_share == 1
     assert math.isnan(drifting.next_share)
-    assert drifting.held_out_correlation < 0
-    assert first.held_out_correlation > 0.9
+    assert drifting.correlations.coselection < 0
+    assert first.correlations.coselection > 0.9
+    assert first.correlations.first_order > 0.9
+    assert math.isnan(drifting.correlations.first_order)
+    assert math.isnan(first.correlations.second_order)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +203,9 @@ def test_a_table_has_the_mean_and_the_worst_of_each_column():
     table = placement_table({"before": metrics, "after": metrics[::-1]}).splitlines()
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in table}
     # C_T, removed, intra, local, nodes, to ranks, to nodes, load, rows.
-    assert rows["layers.0.moe", "before"][:4] == ["1.00", "50.0%", "100.0%", "100.0%"]
+    assert rows["layers.0.moe", "before"][:4] == ["1.00", "50.0%", "100.0%", "50.0%"]
     assert rows["layers.1.moe", "before"][:4] == ["2.00", "0.0%", "0.0%", "50.0%"]
-    assert rows["mean", "before"][:4] == ["1.50", "25.0%", "50.0%", "75.0%"]
+    assert rows["mean", "before"][:4] == ["1.50", "25.0%", "50.0%", "50.0%"]
     assert rows["worst", "before"] == [
         *("2.00", "0.0%", "0.0%", "50.0%", "1.00", "1.00", "0.00", "2.00", "2.00")
     ]

@@ -1,5 +1,6 @@
 """Plans made of traces: of any routing, and how good they are on real ones."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,12 +29,12 @@ def clustered(num_tokens: int = 2048, **described: object) -> RoutingTrace:
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_every_slot_an_expert(method: str) -> None:
     trace = clustered()
-    placement = plan(trace, 4, num_nodes=2, method=method)
+    placement = plan(trace, 4, method=method)
     described = (placement.model, placement.layers, placement.num_ranks, placement.num_nodes)
-    assert described == ("m f", trace.layers, 4, 2)
+    assert described == ("m f", trace.layers, 4, 1)
     assert placement.method == method
     assert torch.equal(placement.experts_LE.sort().values, torch.arange(16).expand(2, -1))
-    again = plan(trace, 4, num_nodes=2, method=method)
+    again = plan(trace, 4, method=method)
     assert torch.equal(placement.experts_LE, again.experts_LE)
     # Each layer has routing of its own, and gets a plan of its own.
     same = torch.equal(*placement.experts_LE)
@@ -54,6 +55,15 @@ def test_no_layer_is_worse_than_contiguous_on_tokens_that_it_was_not_fitted_on(m
         assert ours.rows_per_token <= theirs.rows_per_token
         moved += ours != theirs
     assert 0 < moved < 12
+
+
+@pytest.mark.parametrize("weight", [None, 10.0])
+def test_a_plan_of_fewer_nodes_is_kept_where_no_rank_is_saved(weight: float | None) -> None:
+    """Every token is on two ranks either way: of two nodes as they are, of one as planned."""
+    ids_TK = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]).repeat(1024, 1)
+    trace = a_trace(ids_TK[None], num_experts=8)
+    (planned,) = measure(trace, plan(trace, 4, num_nodes=2, cross_node_weight=weight))
+    assert (planned.rows_per_token, planned.nodes_per_token) == (2, 1)
 
 
 def test_the_load_of_the_busiest_rank_is_bounded() -> None:
@@ -86,6 +96,11 @@ def test_groups_of_a_node_limited_router_stay_on_one_node() -> None:
         (1024, {"num_ranks": 0}, "16 experts do not divide over 0 ranks"),
         (1024, {"num_ranks": 4, "num_nodes": 3}, "4 ranks do not divide over 3 nodes"),
         (1024, {"num_ranks": 4, "max_load": 0.9}, "max_load = 0.9"),
+        (1024, {"num_ranks": 4, "max_load": 1.1, "method": "occult"}, "max_load = 1.1 works with"),
+        (1024, {"num_ranks": 4, "cross_node_weight": 3.0}, "takes more than one node"),
+        (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": -3.0}, "at least 0"),
+        (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": math.nan}, "at least 0"),
+        (1024, {"num_ranks": 4, "restarts": -3}, "restarts = -3"),
         (1024, {"num_ranks": 4, "method": "greedy"}, "method = 'greedy': there are"),
     ],
 )
