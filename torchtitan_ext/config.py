@@ -174,7 +174,8 @@ class PlacementConfig:
     nodes: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
     """
     Nodes that the ranks of an expert-parallel group are spread over. A placement is planned for the
-    nodes first, then for the ranks of each. "rows" keeps groups of a node-limited router on one node.
+    nodes first, then for the ranks of each. Method "rows" keeps groups of a node-limited router on
+    one node.
     """
 
     max_load: float = field(default=0.0, metadata={"allowed": "0, or a number of at least 1"})
