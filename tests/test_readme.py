@@ -38,12 +38,14 @@ def test_both_commands_exist_and_can_be_executed() -> None:
         assert os.access(ROOT / command, os.X_OK), command
 
 
-def test_the_toml_is_a_job(tmp_path: Path) -> None:
+def test_the_toml_is_a_job_and_its_other_sections_fit_it(tmp_path: Path) -> None:
     from torchtitan_ext.toml import load_config
 
-    (toml,) = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
+    job, *sections = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
     file = tmp_path / "my_job.toml"
-    file.write_text(toml)
+    file.write_text("\n".join([job, *sections]))
     config = load_config(str(file))
     assert config.narrowcast.all_gather.enable
+    assert config.narrowcast.routing_trace.enable
+    assert config.narrowcast.placement.enable
     assert config.training.steps == 1000
