@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from narrowcast.tables import aligned
 from narrowcast.volume import COLLECTIVES
 from torchtitan_ext.runs import Run
 
@@ -172,10 +172,10 @@ def tables(summary: Summary) -> str:
         "Bits a parameter that a rank sends to another in a step (gathers: first, later, sizes;\n"
         "whole step: with gradients), MiB that it sends in each collective (the rank that sends\n"
         "most), and zeros among gradients: medians of the last "
-        f"{LAST_STEPS} steps, headers included\n\n{_table(wire, words=2)}\n\n"
+        f"{LAST_STEPS} steps, headers included\n\n{aligned(wire, words=2)}\n\n"
         "Largest difference in any loss and any parameter to the run that it must equal, or else\n"
         "to plain FSDP2; and what a step costs where bytes are free (kept: by a rank's caches;\n"
-        f"peak: all memory of the first rank)\n\n{_table(cost, words=3)}"
+        f"peak: all memory of the first rank)\n\n{aligned(cost, words=3)}"
     )
 
 
@@ -200,15 +200,3 @@ def _tensor_difference(a: Tensor, b: Tensor) -> float:
         return 0.0
     difference = (a.double() - b.double()).abs().nan_to_num(nan=math.inf).max().item()
     return max(difference, sys.float_info.min)  # 0 and -0 differ too
-
-
-def _table(rows: Sequence[Sequence[str]], words: int) -> str:
-    """Rows in columns, of which the first ones hold words, and the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )

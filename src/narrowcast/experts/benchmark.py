@@ -19,10 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from narrowcast.experts import partition
-from narrowcast.experts.metrics import aligned, rows_per_token
+from narrowcast.experts.metrics import rows_per_token
 from narrowcast.experts.placement import Placement
 from narrowcast.experts.planning import HELD_OUT, plan, tokens_to_plan_from
 from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.tables import aligned
 
 METHODS = ("contiguous", "random", "occult", "pairwise", "rows")
 

@@ -22,6 +22,7 @@ from narrowcast.experts.correlation import (
 )
 from narrowcast.experts.placement import Placement
 from narrowcast.experts.routing import RoutingTrace
+from narrowcast.tables import aligned
 
 # A placement that makes the busiest rank of a layer so much busier than contiguous is warned of.
 UNEVEN = 1.25
@@ -329,18 +330,6 @@ def router_table(layers: Sequence[RouterMetrics]) -> str:
     )
     tables = f"{aligned(traffic, words=1)}\n\n{aligned(ranks, words=1)}"
     return f"{textwrap.fill(legend, WIDTH, break_on_hyphens=False)}\n\n{tables}"
-
-
-def aligned(rows: Sequence[Sequence[str]], words: int) -> str:
-    """Rows in columns, of which the first ones hold words, and the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i < words else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
 
 
 # Places among `_figures` of the shares, of which more is better.

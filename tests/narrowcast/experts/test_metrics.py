@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from narrowcast.experts.metrics import (
-    aligned,
     measure,
     measure_layer,
     measure_router,
@@ -18,6 +17,7 @@ from narrowcast.experts.metrics import (
 )
 from narrowcast.experts.placement import Placement, contiguous
 from narrowcast.experts.routing import RoutingTrace
+from narrowcast.tables import aligned
 
 # Two experts a rank, ranks 0 and 1 on the first node.
 RANK_E = torch.arange(8) // 2

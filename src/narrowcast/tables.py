@@ -1,0 +1,15 @@
+"""Tables as text."""
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], words: int) -> str:
+    """Rows in columns, of which the first ones hold words, and the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < words else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
