@@ -24,7 +24,7 @@ from narrowcast.experts.routing import RoutingTrace, load_trace
 from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.placed_dispatch import place
 from torchtitan_ext.private import around_checkpoints, moe_layers
-from torchtitan_ext.tracing import RoutingWatch, describe, from_first_rank, gathered
+from torchtitan_ext.tracing import RoutingWatch, describe, from_first_rank, gathered, token_bytes
 
 _MIB = 1 << 20
 _SECTION = "narrowcast.placement"
@@ -69,11 +69,12 @@ class PlacementRun:
             place(moe.routed_experts.token_dispatcher, layer)
         if self._config.after_steps:
             from_first_rank(lambda: check_writable(self._file(0)), f"{_SECTION}.after_steps")
+            tokens = tokens_to_plan_from(self._model["num_experts"])
             self._watch = RoutingWatch(
                 trainer,
                 f"{_SECTION}.after_steps",
                 num_steps=self._config.after_steps,
-                max_bytes=self._bytes_to_plan_from(),
+                max_bytes=token_bytes(self._model) * tokens,
             )
             self._next_plan = self._config.after_steps
         if first is not None:
@@ -243,8 +244,3 @@ class PlacementRun:
 
     def _file(self, step: int) -> Path:
         return self._folder / f"step-{step:08}.json"
-
-    def _bytes_to_plan_from(self) -> int:
-        id_bytes = 1 if self._model["num_experts"] <= 256 else 2
-        token_bytes = len(self._model["layers"]) * self._model["top_k"] * id_bytes + 12
-        return token_bytes * tokens_to_plan_from(self._model["num_experts"])

@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 
 from narrowcast.experts.files import check_writable
 from narrowcast.experts.recording import RecordedTokens, RoutingRecorder, trace_of
-from narrowcast.experts.routing import RoutingTrace
+from narrowcast.experts.routing import RoutingTrace, id_dtype
 from torchtitan_ext.config import RoutingTraceConfig
 from torchtitan_ext.private import moe_layers, on_dispatch
 
@@ -53,9 +53,8 @@ class RoutingWatch:
         num_microbatches = (
             trainer.gradient_accumulation_steps * trainer.num_pipeline_parallel_microbatches
         )
-        id_bytes = 1 if self.model["num_experts"] <= 256 else 2
-        token_bytes = len(self.model["layers"]) * self.model["top_k"] * (id_bytes + 4 * scores) + 12
-        self._max_tokens = max_bytes // (token_bytes * token_ranks * num_microbatches * num_steps)
+        parts = token_ranks * num_microbatches * num_steps
+        self._max_tokens = max_bytes // (token_bytes(self.model, scores) * parts)
         if self._max_tokens == 0:
             raise ValueError(
                 f"{section}: {max_bytes / _MIB:.0f} MiB do not hold one token of every rank and "
@@ -201,6 +200,12 @@ def describe(trainer: Any, section: str) -> dict[str, Any]:
         "num_groups": num_groups,
         "num_limited_groups": num_limited_groups,
     }
+
+
+def token_bytes(model: dict[str, Any], scores: bool = False) -> int:
+    """What a token takes in a trace of a model that `describe` describes."""
+    id_bytes = id_dtype(model["num_experts"]).itemsize
+    return len(model["layers"]) * model["top_k"] * (id_bytes + 4 * scores) + 12
 
 
 def gathered(mine: Any, *, on_every_rank: bool = True) -> list[Any] | None:
