@@ -230,6 +230,40 @@ class PlacementConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class DispatchConfig:
+    deduplicate: bool = False
+    """
+    Send a token once to each expert-parallel rank that holds any of its experts, and get one
+    partial sum back, instead of a row for each expert. Routers select the same experts. Sums are
+    made in another order than torchtitan's, in fp32, and repeat to the bit. Needs
+    parallelism.expert_parallel_degree > 1.
+    """
+
+    nodes: int = field(default=1, metadata={"allowed": "an integer of at least 1"})
+    """
+    With more than 1: the nodes that an expert-parallel group is spread over. A token crosses once
+    to each node, and is passed on within it. Pays where links between nodes are much slower than
+    those within.
+    """
+
+    kernels: Literal["torch", "triton"] = "torch"
+    """
+    What computes the experts. "torch": torch's grouped product, on a copy of a row for each expert.
+    "triton": kernels that read and add rows where they are, without the copies. CUDA only.
+    """
+
+    def __post_init__(self) -> None:
+        _check("narrowcast.dispatch", self, nodes=_is_int(self.nodes, at_least=1))
+        given = {"nodes": self.nodes != 1, "kernels": self.kernels != "torch"}
+        for name, is_given in given.items():
+            if is_given and not self.deduplicate:
+                raise ValueError(
+                    f"narrowcast.dispatch.{name} = {getattr(self, name)!r}: works with "
+                    "deduplicate = true"
+                )
+
+
+@dataclass(kw_only=True, slots=True)
 class VolumeConfig:
     enable: bool = True
     """
@@ -247,6 +281,7 @@ class NarrowcastConfig:
     reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
     routing_trace: RoutingTraceConfig = field(default_factory=RoutingTraceConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
     volume: VolumeConfig = field(default_factory=VolumeConfig)
 
 

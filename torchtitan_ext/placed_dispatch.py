@@ -19,6 +19,7 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from narrowcast.experts.relocation import ExpertLayer
+from torchtitan_ext.deduplicated_dispatch import DeduplicatingTokenDispatcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,9 @@ def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
         ValueError: it is another dispatcher than torchtitan's standard one, which numbers experts
             in ways of its own.
     """
+    if isinstance(dispatcher, DeduplicatingTokenDispatcher):
+        dispatcher.hooks.slots_E = layer.slots_E
+        return
     if type(dispatcher) is not AllToAllTokenDispatcher:
         raise ValueError(
             f"the dispatcher of {layer.name} is a {type(dispatcher).__name__}: experts are placed "

@@ -12,6 +12,12 @@ from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
 from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
 from narrowcast.volume import CountedModel, Ledger, count_volume
+from torchtitan_ext.dispatching import (
+    check_dispatch,
+    count_dispatch,
+    deduplicating,
+    set_up_dispatch,
+)
 from torchtitan_ext.metrics import MetricsPlugin
 from torchtitan_ext.placing import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
@@ -36,8 +42,13 @@ class TrainerPlugin:
     _counted: CountedModel | None = None
 
     def __init__(self, config: Any) -> None:
-        super().__init__(config)
         switches = config.narrowcast
+        if switches.dispatch.deduplicate:
+            check_dispatch(config)
+            config = deduplicating(config)
+        super().__init__(config)
+        if switches.dispatch.deduplicate:
+            set_up_dispatch(self)
         if switches.placement.enable:
             self.placed = PlacementRun(self)
         if switches.routing_trace.enable:
@@ -55,8 +66,11 @@ class TrainerPlugin:
         ledger = self._ledger()
         self.metrics_processor.ledger = ledger
         if ledger is not None:
-            for dispatcher in token_dispatchers(self.model_parts):
-                count_token_dispatch(dispatcher, ledger)
+            if switches.dispatch.deduplicate:
+                count_dispatch(self, ledger)
+            else:
+                for dispatcher in token_dispatchers(self.model_parts):
+                    count_token_dispatch(dispatcher, ledger)
             if self.placed is not None:
                 self.placed.experts.on_sent = functools.partial(ledger.add, "other", plain_bytes=0)
 

@@ -93,6 +93,32 @@ def on_dispatch(
     return undo
 
 
+def shared_experts_meanwhile(moe: MoE) -> Callable[[], None]:
+    """A function that computes the shared experts of a layer on what its forward was given, for it
+    to take up afterwards. For layers with shared experts, not compiled.
+
+    `MoE.forward` calls its routed experts first, and its shared experts on the same input then;
+    where parallelized, both calls are bound to the modules' own `forward`.
+    """
+    shared = moe.shared_experts
+    forward = shared.forward
+    given: list[torch.Tensor] = []
+    computed: list[torch.Tensor] = []
+
+    def keep_input(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        given[:], computed[:] = args[:1], []
+
+    def forward_once(x_BLD: torch.Tensor) -> torch.Tensor:
+        return computed.pop() if computed else forward(x_BLD)
+
+    def meanwhile() -> None:
+        computed.append(shared(given.pop()))
+
+    moe.routed_experts.register_forward_pre_hook(keep_input)
+    shared.forward = forward_once
+    return meanwhile
+
+
 def around_checkpoints(
     checkpointer: BaseCheckpointManager,
     in_model_order: Callable[[], AbstractContextManager],

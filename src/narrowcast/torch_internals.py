@@ -221,6 +221,28 @@ class WorkThatFinishes(dist._Work):
         return True
 
 
+def start_all_to_all(
+    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Starts an all-to-all of rows: `sent[r]` consecutive ones go to rank r of the group.
+
+    The operator under `torch.distributed._functional_collectives`, whose wrapper waits at the first
+    use of what it returns, a use that autograd's functions do not see. torchtitan's selective
+    activation checkpointing knows it by name, and does not repeat it.
+
+    Returns:
+        What arrives, not to be read before `finish_all_to_all`.
+    """
+    return torch.ops._c10d_functional.all_to_all_single(
+        rows.contiguous(), received, sent, group.group_name
+    )
+
+
+def finish_all_to_all(pending: Tensor) -> Tensor:
+    """Waits for what `start_all_to_all` started."""
+    return torch.ops._c10d_functional.wait_tensor(pending)
+
+
 def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None]:
     """Calls ``on_collective(sent_bytes)`` whenever Python code of this process starts a collective.
 

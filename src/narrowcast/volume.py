@@ -119,6 +119,41 @@ class GradientVolume(GatherVolume):
 
 
 @dataclass
+class TokenVolume:
+    """Tokens of one MoE layer that crossed to their experts, once to each rank.
+
+    Attributes:
+        tokens, assignments: of this rank; pairs of a token and an expert.
+        local: assignments to experts on the token's own rank.
+        rank_rows, node_rows: pairs of a token and a rank, and of a token and a node, that holds any
+            of its experts. Of two levels each rank counts the rows that it passes on.
+        rows, bytes: sent to other ranks in dispatch and combine, forward and backward.
+    """
+
+    tokens: int = 0
+    assignments: int = 0
+    local: int = 0
+    rank_rows: int = 0
+    node_rows: int = 0
+    rows: int = 0
+    bytes: int = 0
+
+    def scalars(self, layer: str) -> dict[str, float]:
+        if not self.tokens:
+            return {}
+        scalars = {
+            "rows_per_token": self.rank_rows / self.tokens,
+            "rows_removed": 1 - self.rank_rows / self.assignments,
+            "local_share": self.local / self.assignments,
+            "worst_rank_rows": self.rows,
+            "worst_rank_bytes": self.bytes,
+        }
+        if self.node_rows:
+            scalars["nodes_per_token"] = self.node_rows / self.tokens
+        return {f"narrowcast/{name}/{layer}": value for name, value in scalars.items()}
+
+
+@dataclass
 class StepVolume:
     """What one step sent.
 
@@ -128,6 +163,7 @@ class StepVolume:
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
         gradients: all reductions of the step.
         changes: by kind of shard; empty where nothing is kept to compare with.
+        tokens: by MoE layer; empty where tokens are not deduplicated.
         kept_bytes: memory of what receivers keep, at the end of the step.
     """
 
@@ -137,6 +173,7 @@ class StepVolume:
     later: GatherVolume = field(default_factory=GatherVolume)
     gradients: GradientVolume = field(default_factory=GradientVolume)
     changes: dict[str, Changes] = field(default_factory=dict)
+    tokens: dict[str, TokenVolume] = field(default_factory=dict)
     kept_bytes: int = 0
 
     @property
@@ -164,6 +201,8 @@ class StepVolume:
         if self.gradients.examined:
             share = self.gradients.zeros / self.gradients.examined
             scalars["narrowcast/zero_gradients"] = share
+        for layer, tokens in self.tokens.items():
+            scalars |= tokens.scalars(layer)
         for kind, changes in self.changes.items():
             exponents, blocks = changes.changed_exponents, changes.changed_blocks
             scalars[f"narrowcast/changed_exponents/{kind}"] = exponents / changes.values
@@ -175,20 +214,32 @@ class StepVolume:
 
 
 def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
-    """A step over all ranks of the job, each of which must call this: the bytes of the worst rank
-    in each collective and in memory; parameters, bits, zeros and changes of all together."""
+    """A step over all ranks of the job, each of which must call this: the rows and bytes of the
+    worst rank in each collective, in each layer and in memory; all other counts of all together."""
     no_changes = Changes()
     worst = [counts[name] for counts in (volume.sent, volume.plain) for name in COLLECTIVES]
     worst.append(volume.kept_bytes)
+    layers = [astuple(tokens) for tokens in volume.tokens.values()]
+    worst += [count for layer in layers for count in layer[-2:]]
     parts = (volume.first, volume.later, volume.gradients)
     parts += tuple(volume.changes.get(kind, no_changes) for kind in SHARD_TYPES)
-    total = [count for part in parts for count in astuple(part)]
+    total = [
+        count
+        for part in (*map(astuple, parts), *(layer[:-2] for layer in layers))
+        for count in part
+    ]
     worst, total = (torch.tensor(counts, device=device) for counts in (worst, total))
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     dist.all_reduce(total, op=dist.ReduceOp.SUM)
-    *worst, kept_bytes = worst.tolist()
-    sent, plain = worst[: len(COLLECTIVES)], worst[len(COLLECTIVES) :]
-    volumes, changes = total[:8].tolist(), total[8:].view(len(SHARD_TYPES), -1).tolist()
+    names, kinds = len(COLLECTIVES), len(SHARD_TYPES)
+    sent, plain, (kept_bytes,), worst = (
+        part.tolist() for part in worst.split([names, names, 1, 2 * len(layers)])
+    )
+    volumes, changes, sums = total.split([8, kinds * len(astuple(no_changes)), 5 * len(layers)])
+    volumes, changes = volumes.tolist(), changes.view(kinds, -1).tolist()
+    of_layers = zip(
+        sums.view(-1, 5).tolist(), zip(worst[::2], worst[1::2], strict=True), strict=True
+    )
     return StepVolume(
         sent=Counter(dict(zip(COLLECTIVES, sent, strict=True))),
         plain=Counter(dict(zip(COLLECTIVES, plain, strict=True))),
@@ -199,6 +250,10 @@ def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
             kind: Changes(*counts)
             for kind, counts in zip(SHARD_TYPES, changes, strict=True)
             if any(counts)
+        },
+        tokens={
+            layer: TokenVolume(*summed, *most)
+            for layer, (summed, most) in zip(volume.tokens, of_layers, strict=True)
         },
         kept_bytes=kept_bytes,
     )
@@ -218,10 +273,12 @@ class Ledger:
     Attributes:
         current, last: the step that is being counted, and the last whole one.
         steps: whole steps counted.
+        moe_layers: whose deduplicated tokens are counted; the same on every rank.
     """
 
     def __init__(self) -> None:
         self.current = StepVolume()
+        self.moe_layers: tuple[str, ...] = ()
         self.last: StepVolume | None = None
         self.steps = 0
         self._gathered: set[ParamGroup] = set()
@@ -266,7 +323,8 @@ class Ledger:
 
     def end_step(self) -> None:
         """Closes the step: ``last`` is what it sent, and counting goes on from zero."""
-        self.last, self.current = self.current, StepVolume()
+        self.last = self.current
+        self.current = StepVolume(tokens={layer: TokenVolume() for layer in self.moe_layers})
         self._gathered.clear()
         self.steps += 1
 
@@ -275,6 +333,19 @@ class Ledger:
         sent in its place (by default as much)."""
         self.current.sent[collective] += sent_bytes
         self.current.plain[collective] += sent_bytes if plain_bytes is None else plain_bytes
+
+    def count_layers(self, layers: Sequence[str]) -> None:
+        """Counts the tokens of these MoE layers one by one, from now on. The same on every rank."""
+        self.moe_layers = tuple(layers)
+        self.current.tokens = {layer: TokenVolume() for layer in layers}
+
+    def add_rows(
+        self, layer: str, collective: str, rows: int, sent_bytes: int, plain_bytes: int
+    ) -> None:
+        """Counts rows of a layer's tokens that this rank sent: see ``add``."""
+        self.add(collective, sent_bytes, plain_bytes)
+        self.current.tokens[layer].rows += rows
+        self.current.tokens[layer].bytes += sent_bytes
 
     @contextmanager
     def named(self) -> Iterator[None]:
