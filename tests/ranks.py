@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 _TIMEOUT_S = 240
+# Imported once, and not by each rank.
+_PRELOADED = ["torch.distributed.fsdp", "narrowcast", "torchtitan.train", "torchtitan_ext.cpu"]
 _MANY_GROUPS = 16
 
 
@@ -32,7 +34,7 @@ class Ranks:
 
     def __init__(self, world_size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "narrowcast"])
+        context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")
         self._pipes: list[Connection] = []
         self._processes = []
@@ -77,6 +79,26 @@ class Ranks:
             process.join()
 
 
+def _share_subgroups() -> None:
+    """Meshes of one layout use the same groups from test to test. New groups cost threads, and what
+    DTensor has worked out for a mesh, a second or more a run, is kept for the mesh's groups."""
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    made: dict[tuple, dist.ProcessGroup] = {}
+    new_group = device_mesh.new_group
+
+    def shared_group(ranks: list[int], backend: str | None = None, **kwargs: Any) -> Any:
+        key = (tuple(ranks), backend, kwargs.get("group_desc"))
+        known = dist.distributed_c10d._world.pg_map
+        if key not in made or (made[key] is not _NO_MEMBER and made[key] not in known):
+            made[key] = new_group(ranks=ranks, backend=backend, **kwargs)
+        return made[key]
+
+    _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
+    device_mesh.new_group = shared_group
+
+
 def _end_subgroups() -> None:
     """Ends the process groups that earlier functions made, once they are many: a thread of each
     wakes up a hundred times a second. All ranks have returned from those functions by now."""
@@ -106,6 +128,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
+    _share_subgroups()
     with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()

@@ -35,6 +35,17 @@ def layout() -> dict[str, dict[str, list]]:
             ),
             "share of gradients that are zero": lines("zero_gradients"),
         },
+        "Tokens sent to experts, by layer": {
+            title: lines(f"{what}/.*")
+            for title, what in {
+                "ranks a token (C_T)": "rows_per_token",
+                "nodes a token": "nodes_per_token",
+                "share of rows removed": "rows_removed",
+                "share of assignments on the token's own rank": "local_share",
+                "rows that the worst rank sends a step": "worst_rank_rows",
+                "bytes that the worst rank sends a step": "worst_rank_bytes",
+            }.items()
+        },
         "Changes since the last step": {
             "share of changed exponents": by_shard_type("changed_exponents"),
             "share of changed blocks": by_shard_type("changed_blocks"),

@@ -1,6 +1,7 @@
 """A torchtitan config function for tests: a qwen3 MoE of two layers, trained from TOML on ranks."""
 
 import contextlib
+import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,23 @@ def tiny(top_k: int = 2, flavor: str = "tiny") -> Any:
 def top4() -> Any:
     """Sums of four outputs, whose order shows."""
     return tiny(top_k=4, flavor="top4")
+
+
+def other_experts() -> Any:
+    """With experts of another class than torchtitan's own."""
+    from torchtitan.config import derive
+    from torchtitan.models.common.moe import GroupedExperts
+
+    class OtherExperts(GroupedExperts):
+        @dataclass(kw_only=True, slots=True)
+        class Config(GroupedExperts.Config):
+            pass
+
+    config = top4()
+    for layer in config.model_spec.model.layers:
+        routed = layer.moe.routed_experts
+        routed.inner_experts = derive(routed.inner_experts, OtherExperts.Config)
+    return config
 
 
 def deepseek() -> Any:
@@ -263,6 +281,14 @@ def is_untouched(toml: str, *flags: str) -> tuple[bool, bool]:
     return while_open, untouched(trainer)
 
 
+@functools.cache
+def _parse_docstrings_once() -> None:
+    """The command line's help comes of the source of each config class: a third of a short run."""
+    from tyro._docstrings import _ClassTokenization
+
+    _ClassTokenization.make = staticmethod(functools.cache(_ClassTokenization.make))
+
+
 @contextlib.contextmanager
 def _trainer(toml: str, *flags: str, cls: type | None = None) -> Iterator[Any]:
     from torchtitan_ext import compat, cpu
@@ -271,6 +297,7 @@ def _trainer(toml: str, *flags: str, cls: type | None = None) -> Iterator[Any]:
     cpu.apply()
     from torchtitan.config import ConfigManager
 
+    _parse_docstrings_once()
     arguments = ["--module", "torchtitan_ext", "--config", "from_toml"]
     arguments += ["--job.config_file", toml, *flags]
     with patch.object(sys, "argv", ["train", *arguments]):

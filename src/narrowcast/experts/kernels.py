@@ -31,15 +31,16 @@ from torch import Tensor
 
 from narrowcast.experts.swiglu import ExpertRows
 
-# A program makes a tile of BLOCK x BLOCK, INNER terms of its sums at a time.
+# A program makes a tile of BLOCK x BLOCK, or x NARROW where it holds several of them, INNER terms
+# of its sums at a time. With two bytes a value none spills registers, and all fit in 99 KiB.
 _HALF = {"BLOCK": 128, "INNER": 64, "num_warps": 8, "num_stages": 3}
 _FLOAT = {"BLOCK": 32, "INNER": 32, "num_warps": 4, "num_stages": 2}
 
 
 @triton.jit
 def _rows_of_tile(tile, ends_ptr, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Tiles cover the experts' runs of rows, one expert after the other. Returns the tile's expert
-    (EXPERTS for none), its rows (M,) and where its expert's rows end."""
+    """Tiles cover the experts' runs of rows, one expert after the other. Returns the tile's expert,
+    EXPERTS for none, its first row, its rows (M,) and which of them are its expert's (M,)."""
     expert_E = tl.arange(0, EXPERTS)
     is_expert_E = expert_E < num_experts
     end_E = tl.load(ends_ptr + expert_E, mask=is_expert_E, other=0)
@@ -47,11 +48,10 @@ def _rows_of_tile(tile, ends_ptr, num_experts, BLOCK: tl.constexpr, EXPERTS: tl.
     tiles_E = tl.cdiv(end_E - start_E, BLOCK)
     tile_end_E = tl.cumsum(tiles_E)
     expert = tl.sum((tile_end_E <= tile).to(tl.int32))
-    is_own_E = expert_E == expert
-    first_E = start_E + (tile - tile_end_E + tiles_E) * BLOCK
-    first = tl.sum(tl.where(is_own_E, first_E, 0))
-    end = tl.sum(tl.where(is_own_E, end_E, 0))
-    return expert, first + tl.arange(0, BLOCK), end
+    first_row_E = start_E + (tile - tile_end_E + tiles_E) * BLOCK
+    first_row = tl.sum(tl.where(expert_E == expert, first_row_E, 0))
+    row_M = first_row + tl.arange(0, BLOCK)
+    return expert, first_row, row_M, row_M < tl.sum(tl.where(expert_E == expert, end_E, 0))
 
 
 @triton.jit
@@ -78,38 +78,42 @@ def _scatter_swiglu(
     hidden_dim,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """x (SFD) -> gate, up and p silu(gate) up (EPD). Programs: (column tiles of F, row tiles)."""
-    expert, row_M, end = _rows_of_tile(tl.program_id(1), ends_ptr, num_experts, BLOCK, EXPERTS)
+    expert, first_row, row_M, is_row_M = _rows_of_tile(
+        tl.program_id(1), ends_ptr, num_experts, BLOCK, EXPERTS
+    )
     if expert == EXPERTS:
         return
-    is_row_M = row_M < end
-    f_C = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    f_C = tl.program_id(0) * NARROW + tl.arange(0, NARROW)
     is_f_C = f_C < hidden_dim
     source_M = tl.load(source_ptr + row_M, mask=is_row_M, other=0)
     x_ptr_M = x_ptr + source_M * (x_stride * STRIDE_UNIT)
-    weight_C = (expert.to(tl.int64) * hidden_dim + f_C) * dim
-    gate_MC = tl.zeros((BLOCK, BLOCK), tl.float32)
-    up_MC = tl.zeros((BLOCK, BLOCK), tl.float32)
+    weight = expert.to(tl.int64) * dim * hidden_dim
+    gate_MC = tl.zeros((BLOCK, NARROW), tl.float32)
+    up_MC = tl.zeros((BLOCK, NARROW), tl.float32)
     for first in range(0, dim, INNER):
         d_K = first + tl.arange(0, INNER)
         is_d_K = d_K < dim
         x_mask_MK = is_row_M[:, None] & is_d_K[None, :]
         x_MK = tl.load(x_ptr_M[:, None] + d_K[None, :], mask=x_mask_MK, other=0.0)
-        weight_KC = weight_C[None, :] + d_K[:, None]
+        at_KC = f_C[None, :] * dim + d_K[:, None]
         mask_KC = is_d_K[:, None] & is_f_C[None, :]
-        w1_KC = tl.load(w1_ptr + weight_KC, mask=mask_KC, other=0.0)
-        w3_KC = tl.load(w3_ptr + weight_KC, mask=mask_KC, other=0.0)
+        w1_KC = tl.load(w1_ptr + weight + at_KC, mask=mask_KC, other=0.0)
+        w3_KC = tl.load(w3_ptr + weight + at_KC, mask=mask_KC, other=0.0)
         gate_MC = tl.dot(x_MK, w1_KC, gate_MC, input_precision="ieee")
         up_MC = tl.dot(x_MK, w3_KC, up_MC, input_precision="ieee")
     prob_M = tl.load(prob_ptr + row_M, mask=is_row_M, other=0.0)
     hidden_MC = gate_MC * tl.sigmoid(gate_MC) * up_MC * prob_M[:, None]
-    out_MC = row_M.to(tl.int64)[:, None] * hidden_dim + f_C[None, :]
+    start = first_row.to(tl.int64) * hidden_dim
+    at_MC = tl.arange(0, BLOCK)[:, None] * hidden_dim + f_C[None, :]
     mask_MC = is_row_M[:, None] & is_f_C[None, :]
-    tl.store(gate_ptr + out_MC, gate_MC.to(gate_ptr.dtype.element_ty), mask=mask_MC)
-    tl.store(up_ptr + out_MC, up_MC.to(up_ptr.dtype.element_ty), mask=mask_MC)
-    tl.store(hidden_ptr + out_MC, hidden_MC.to(hidden_ptr.dtype.element_ty), mask=mask_MC)
+    dtype = gate_ptr.dtype.element_ty
+    tl.store(gate_ptr + start + at_MC, gate_MC.to(dtype), mask=mask_MC)
+    tl.store(up_ptr + start + at_MC, up_MC.to(dtype), mask=mask_MC)
+    tl.store(hidden_ptr + start + at_MC, hidden_MC.to(dtype), mask=mask_MC)
 
 
 @triton.jit
@@ -132,20 +136,22 @@ def _scatter_swiglu_backward(
     hidden_dim,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    NARROW: tl.constexpr,
     INNER: tl.constexpr,
 ):
     """The gradient of y (SFD) -> those of gate and up, and the hidden rows again (EPD). dprob comes
     as a sum for each column tile, (N, column tiles). Programs: (column tiles of F, row tiles)."""
-    expert, row_M, end = _rows_of_tile(tl.program_id(1), ends_ptr, num_experts, BLOCK, EXPERTS)
+    expert, first_row, row_M, is_row_M = _rows_of_tile(
+        tl.program_id(1), ends_ptr, num_experts, BLOCK, EXPERTS
+    )
     if expert == EXPERTS:
         return
-    is_row_M = row_M < end
-    f_C = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    f_C = tl.program_id(0) * NARROW + tl.arange(0, NARROW)
     is_f_C = f_C < hidden_dim
     source_M = tl.load(source_ptr + row_M, mask=is_row_M, other=0)
     grad_y_ptr_M = grad_y_ptr + source_M * (grad_y_stride * STRIDE_UNIT)
     w2_ptr += expert.to(tl.int64) * dim * hidden_dim
-    grad_hidden_MC = tl.zeros((BLOCK, BLOCK), tl.float32)
+    grad_hidden_MC = tl.zeros((BLOCK, NARROW), tl.float32)
     for first in range(0, dim, INNER):
         d_K = first + tl.arange(0, INNER)
         is_d_K = d_K < dim
@@ -154,10 +160,11 @@ def _scatter_swiglu_backward(
         mask_KC = is_d_K[:, None] & is_f_C[None, :]
         w2_KC = tl.load(w2_ptr + d_K[:, None] * hidden_dim + f_C[None, :], mask=mask_KC, other=0.0)
         grad_hidden_MC = tl.dot(grad_y_MK, w2_KC, grad_hidden_MC, input_precision="ieee")
-    out_MC = row_M.to(tl.int64)[:, None] * hidden_dim + f_C[None, :]
+    start = first_row.to(tl.int64) * hidden_dim
+    at_MC = tl.arange(0, BLOCK)[:, None] * hidden_dim + f_C[None, :]
     mask_MC = is_row_M[:, None] & is_f_C[None, :]
-    gate_MC = tl.load(gate_ptr + out_MC, mask=mask_MC, other=0.0).to(tl.float32)
-    up_MC = tl.load(up_ptr + out_MC, mask=mask_MC, other=0.0).to(tl.float32)
+    gate_MC = tl.load(gate_ptr + start + at_MC, mask=mask_MC, other=0.0).to(tl.float32)
+    up_MC = tl.load(up_ptr + start + at_MC, mask=mask_MC, other=0.0).to(tl.float32)
     prob_MC = tl.load(prob_ptr + row_M, mask=is_row_M, other=0.0)[:, None]
     sigmoid_MC = tl.sigmoid(gate_MC)
     silu_MC = gate_MC * sigmoid_MC
@@ -169,9 +176,10 @@ def _scatter_swiglu_backward(
     grad_gate_MC = grad_hidden_MC * up_MC * slope_MC
     grad_up_MC = grad_hidden_MC * silu_MC
     hidden_MC = silu_MC * up_MC * prob_MC
-    tl.store(grad_gate_ptr + out_MC, grad_gate_MC.to(gate_ptr.dtype.element_ty), mask=mask_MC)
-    tl.store(grad_up_ptr + out_MC, grad_up_MC.to(gate_ptr.dtype.element_ty), mask=mask_MC)
-    tl.store(hidden_ptr + out_MC, hidden_MC.to(gate_ptr.dtype.element_ty), mask=mask_MC)
+    dtype = gate_ptr.dtype.element_ty
+    tl.store(grad_gate_ptr + start + at_MC, grad_gate_MC.to(dtype), mask=mask_MC)
+    tl.store(grad_up_ptr + start + at_MC, grad_up_MC.to(dtype), mask=mask_MC)
+    tl.store(hidden_ptr + start + at_MC, hidden_MC.to(dtype), mask=mask_MC)
 
 
 @triton.jit(do_not_specialize=["expert"])
@@ -195,23 +203,23 @@ def _merge_product(
     first_row = start + tl.program_id(1) * BLOCK
     if first_row >= end:
         return
-    row_M = first_row + tl.arange(0, BLOCK)
-    is_row_M = row_M < end
+    index_M = tl.arange(0, BLOCK)
+    is_row_M = first_row + index_M < end
     d_C = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_d_C = d_C < dim
-    row_start_M = row_M.to(tl.int64) * hidden_dim
-    weight_C = tl.cast(expert, tl.int64) * dim * hidden_dim + d_C * d_stride
+    a_start = first_row.to(tl.int64) * hidden_dim
+    weight = tl.cast(expert, tl.int64) * dim * hidden_dim
     sum_MC = tl.zeros((BLOCK, BLOCK), tl.float32)
     for pair in tl.static_range(len(a_ptrs)):
         for first in range(0, hidden_dim, INNER):
             f_K = first + tl.arange(0, INNER)
             is_f_K = f_K < hidden_dim
-            a_ptr_MK = a_ptrs[pair] + row_start_M[:, None] + f_K[None, :]
+            a_ptr_MK = a_ptrs[pair] + a_start + index_M[:, None] * hidden_dim + f_K[None, :]
             a_MK = tl.load(a_ptr_MK, mask=is_row_M[:, None] & is_f_K[None, :], other=0.0)
-            w_ptr_KC = w_ptrs[pair] + f_K[:, None] * f_stride + weight_C[None, :]
+            w_ptr_KC = w_ptrs[pair] + weight + f_K[:, None] * f_stride + d_C[None, :] * d_stride
             w_KC = tl.load(w_ptr_KC, mask=is_f_K[:, None] & is_d_C[None, :], other=0.0)
             sum_MC = tl.dot(a_MK, w_KC, sum_MC, input_precision="ieee")
-    source_M = tl.load(source_ptr + row_M, mask=is_row_M, other=0)
+    source_M = tl.load(source_ptr + first_row + index_M, mask=is_row_M, other=0)
     out_ptr_MC = out_ptr + source_M[:, None] * dim + d_C[None, :]
     mask_MC = is_row_M[:, None] & is_d_C[None, :]
     tl.store(out_ptr_MC, tl.load(out_ptr_MC, mask=mask_MC, other=0.0) + sum_MC, mask=mask_MC)
@@ -281,28 +289,19 @@ def swiglu_experts(
                 f"{name} has strides {tuple(weight.stride())} for shape {tuple(weight.shape)}; the "
                 "kernels read contiguous weights: call .contiguous() on it"
             )
-    return _SwigluExperts.apply(
-        x_SD, rows.prob_N, w1_eFD, w2_eDF, w3_eFD, rows.brim.source_W, rows.offsets_e
-    )
+    weights = w1_eFD, w2_eDF, w3_eFD
+    places = rows.brim.source_W, rows.offsets_e
+    return _SwigluExperts.apply(_readable(x_SD), rows.prob_N, *weights, *places)
 
 
 class _SwigluExperts(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_SD: Tensor,
-        prob_N: Tensor,
-        w1_eFD: Tensor,
-        w2_eDF: Tensor,
-        w3_eFD: Tensor,
-        source_N: Tensor,
-        offsets_e: Tensor,
-    ) -> Tensor:
-        x_SD = _readable(x_SD)
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        x_SD, prob_N, w1_eFD, w2_eDF, w3_eFD, source_N, offsets_e = tensors
         num_experts, hidden_dim, dim = w1_eFD.shape
         gate_NF, up_NF, hidden_NF = (x_SD.new_empty(len(source_N), hidden_dim) for _ in range(3))
-        tiling = _tiling(x_SD)
-        _scatter_swiglu[_scatter_grid(source_N, w1_eFD, tiling)](
+        grid, tiling = _scatter_tiling(source_N, w1_eFD)
+        _scatter_swiglu[grid](
             x_SD,
             *_stride(x_SD),
             source_N,
@@ -316,23 +315,18 @@ class _SwigluExperts(torch.autograd.Function):
             num_experts,
             dim,
             hidden_dim,
-            EXPERTS=triton.next_power_of_2(num_experts),
             **tiling,
         )
-        ctx.save_for_backward(
-            x_SD, prob_N, w1_eFD, w2_eDF, w3_eFD, source_N, offsets_e, gate_NF, up_NF
-        )
+        ctx.save_for_backward(*tensors, gate_NF, up_NF)
         return _merge((hidden_NF,), (w2_eDF,), (1, hidden_dim), x_SD, source_N, offsets_e)
 
     @staticmethod
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
-        x_SD, prob_N, w1_eFD, w2_eDF, w3_eFD, source_N, offsets_e, gate_NF, up_NF = (
-            ctx.saved_tensors
-        )
+        *tensors, gate_NF, up_NF = ctx.saved_tensors
+        x_SD, prob_N, w1_eFD, w2_eDF, w3_eFD, source_N, offsets_e = tensors
         grad_y_SD = _readable(grad_y_SD)
         num_experts, hidden_dim, dim = w1_eFD.shape
-        tiling = _tiling(x_SD)
-        grid = _scatter_grid(source_N, w1_eFD, tiling)
+        grid, tiling = _scatter_tiling(source_N, w1_eFD)
         grad_gate_NF, grad_up_NF, hidden_NF = (torch.empty_like(gate_NF) for _ in range(3))
         grad_prob_NC = prob_N.new_empty(len(prob_N), grid[0])
         _scatter_swiglu_backward[grid](
@@ -351,37 +345,16 @@ class _SwigluExperts(torch.autograd.Function):
             num_experts,
             dim,
             hidden_dim,
-            EXPERTS=triton.next_power_of_2(num_experts),
             **tiling,
         )
+        experts = source_N, offsets_e
         gradients, weights = (grad_gate_NF, grad_up_NF), (w1_eFD, w3_eFD)
-        grad_x_SD = _merge(gradients, weights, (dim, 1), x_SD, source_N, offsets_e)
-
-        def weight_gradient(
-            wide_NF: Tensor, narrow_SD: Tensor, weight: Tensor, strides: tuple[int, int]
-        ) -> Tensor:
-            grad = torch.empty_like(weight)
-            grid = (triton.cdiv(dim, tiling["BLOCK"]), triton.cdiv(hidden_dim, tiling["BLOCK"]))
-            _weight_gradient[*grid, num_experts](
-                wide_NF,
-                narrow_SD,
-                *_stride(narrow_SD),
-                source_N,
-                offsets_e,
-                grad,
-                dim,
-                hidden_dim,
-                *strides,
-                **tiling,
-            )
-            return grad
-
         return (
-            grad_x_SD,
+            _merge(gradients, weights, (dim, 1), x_SD, *experts),
             grad_prob_NC.sum(dim=1),
-            weight_gradient(grad_gate_NF, x_SD, w1_eFD, (dim, 1)),
-            weight_gradient(hidden_NF, grad_y_SD, w2_eDF, (1, hidden_dim)),
-            weight_gradient(grad_up_NF, x_SD, w3_eFD, (dim, 1)),
+            _transposed_product(grad_gate_NF, x_SD, w1_eFD, (dim, 1), *experts),
+            _transposed_product(hidden_NF, grad_y_SD, w2_eDF, (1, hidden_dim), *experts),
+            _transposed_product(grad_up_NF, x_SD, w3_eFD, (dim, 1), *experts),
             None,
             None,
         )
@@ -398,12 +371,12 @@ def _merge(
     """(S, D) in x's dtype, the sum of wide rows (N, F) times weights whose strides along F and D
     are given, merged."""
     merged_SD = torch.zeros(x_SD.shape, dtype=torch.float32, device=x_SD.device)
-    num_rows, dim = x_SD.shape
-    hidden_dim = wide[0].shape[1]
+    num_rows, hidden_dim = wide[0].shape
+    dim = x_SD.shape[1]
     tiling = _tiling(x_SD)
+    block = tiling["BLOCK"]
     # An expert has at most one row of each that arrived.
-    most_rows = min(num_rows, len(source_N))
-    grid = (triton.cdiv(dim, tiling["BLOCK"]), triton.cdiv(most_rows, tiling["BLOCK"]))
+    grid = triton.cdiv(dim, block), triton.cdiv(min(len(x_SD), num_rows), block)
     for expert in range(len(offsets_e)):
         _merge_product[grid](
             wide,
@@ -420,15 +393,49 @@ def _merge(
     return merged_SD.to(x_SD.dtype)
 
 
-def _scatter_grid(source_N: Tensor, w1_eFD: Tensor, tiling: dict[str, int]) -> tuple[int, int]:
-    """Column tiles of F, and the most tiles that the experts' runs of rows can need."""
-    num_experts, hidden_dim, _ = w1_eFD.shape
+def _transposed_product(
+    wide_NF: Tensor,
+    narrow_SD: Tensor,
+    weight: Tensor,
+    strides: tuple[int, int],
+    source_N: Tensor,
+    offsets_e: Tensor,
+) -> Tensor:
+    """The gradient of a weight whose strides along F and D are given."""
+    grad = torch.empty_like(weight)
+    hidden_dim, dim = wide_NF.shape[1], narrow_SD.shape[1]
+    # Rows are loaded by numbers that are loaded: two more stages are one more tile ahead.
+    tiling = _tiling(weight)
+    tiling = {**tiling, "num_stages": tiling["num_stages"] + 2}
     block = tiling["BLOCK"]
-    return triton.cdiv(hidden_dim, block), len(source_N) // block + num_experts
+    grid = triton.cdiv(dim, block), triton.cdiv(hidden_dim, block), len(offsets_e)
+    _weight_gradient[grid](
+        wide_NF,
+        narrow_SD,
+        *_stride(narrow_SD),
+        source_N,
+        offsets_e,
+        grad,
+        dim,
+        hidden_dim,
+        *strides,
+        **tiling,
+    )
+    return grad
 
 
-def _tiling(x_SD: Tensor) -> dict[str, int]:
-    return _HALF if x_SD.dtype.itemsize == 2 else _FLOAT
+def _scatter_tiling(source_N: Tensor, w1_eFD: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """The grid, of column tiles of F and of the most tiles that the experts' runs of rows can need,
+    and the sizes of the two kernels that scatter."""
+    num_experts, hidden_dim, _ = w1_eFD.shape
+    tiling = _tiling(w1_eFD)
+    narrow = 64 if w1_eFD.dtype.itemsize == 2 else 32
+    grid = triton.cdiv(hidden_dim, narrow), len(source_N) // tiling["BLOCK"] + num_experts
+    return grid, {**tiling, "NARROW": narrow, "EXPERTS": triton.next_power_of_2(num_experts)}
+
+
+def _tiling(values: Tensor) -> dict[str, int]:
+    return _HALF if values.dtype.itemsize == 2 else _FLOAT
 
 
 def _readable(rows_SD: Tensor) -> Tensor:

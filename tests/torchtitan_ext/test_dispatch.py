@@ -1,0 +1,178 @@
+"""Tokens cross once to each rank in torchtitan's own trainer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowcast.experts.routing import RoutingTrace, load_trace
+from tests.narrowcast.training import same_bits
+from tests.ranks import Raised, Ranks
+from tests.torchtitan_ext.test_placement import (
+    EP2,
+    EP4,
+    FULL,
+    NARROWED,
+    SAVE,
+    TRACE,
+    UNCLIPPED,
+    _assert_equal,
+    _placed,
+    _run,
+    _run_without_us,
+    _toml,
+)
+from tests.torchtitan_ext.tiny import Trained, build, train
+
+DEDUPLICATED = ("--narrowcast.dispatch.deduplicate",)
+TWO_NODES = (*DEDUPLICATED, "--narrowcast.dispatch.nodes", "2")
+TP2 = ("--parallelism.tensor_parallel_degree", "2")
+ACCUMULATED = ("--training.global_batch_size", "4")
+
+
+def _assert_close(one: list[Trained], other: list[Trained]) -> None:
+    """As near as sums in another order leave a few steps of AdamW."""
+    for ours, theirs in zip(one, other, strict=True):
+        assert ours.losses == pytest.approx(theirs.losses, rel=1e-4)
+        assert ours.metrics[0]["grad_norm"] == pytest.approx(
+            theirs.metrics[0]["grad_norm"], rel=1e-3
+        )
+        assert ours.state.keys() == theirs.state.keys()
+        assert [t.shape for t in ours.state.values()] == [t.shape for t in theirs.state.values()]
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "flags", "ours"),
+    [
+        # Experts sharded by FSDP too, everything else narrowed.
+        ("top4", 4, EP2, (*DEDUPLICATED, *NARROWED)),
+        # Shared experts, groups, TP < EP; two levels, under a placement.
+        ("deepseek", 4, (*EP4, *TP2, *ACCUMULATED), TWO_NODES),
+        ("deepseek", 2, (*EP2, *TP2), DEDUPLICATED),  # TP = EP
+    ],
+    ids=["ep 2, fsdp", "two levels, ep 4, tp 2", "tp 2 = ep 2"],
+)
+def test_training_is_that_of_torchtitan_but_for_the_order_of_sums(
+    ranks,
+    folder: Path,
+    config: str,
+    world_size: int,
+    flags: tuple[str, ...],
+    ours: tuple[str, ...],
+) -> None:
+    """And repeats to the bit."""
+    where = f"{config}{world_size}{len(flags)}"
+    flags = (*flags, "--training.steps", "2")
+    plain = _run(ranks(world_size), folder, f"{where}-plain", *flags, config=config)
+    if world_size == 4:
+        ours = (*ours, *_placed(folder, int(flags[1]), config=config))
+    once, again = (
+        _run(ranks(world_size), folder, f"{where}-{name}", *flags, *ours, config=config)
+        for name in ("once", "again")
+    )
+    _assert_close(once, plain)
+    assert once[0].losses != plain[0].losses  # it was on
+    _assert_equal(once, again)
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_tokens_go_the_same_way(ranks, folder: Path, kind: str) -> None:
+    """With shared experts, which are computed once in each forward, while rows are under way."""
+    runs = []
+    for name, section in (("kept", ""), (kind, f'[activation_checkpoint]\ntype = "{kind}"\n')):
+        toml = _toml(folder, f"recomputed-{name}", "deepseek")
+        with Path(toml).open("a") as file:
+            file.write(section)
+        flags = (*UNCLIPPED, *EP2, *ACCUMULATED, *DEDUPLICATED, "--training.steps", "2")
+        runs.append(ranks(2).run(train, toml, *flags))
+    for kept, recomputed in zip(*runs, strict=True):
+        assert kept.losses == recomputed.losses
+        assert same_bits(list(kept.state.values()), list(recomputed.state.values()))
+    kept, recomputed = (run[0].metrics[0]["narrowcast/bytes/dispatch"] for run in runs)
+    # Forward, recomputation and backward; what is selected to be kept is counted, but not sent.
+    assert kept < recomputed < 2 * kept
+
+
+def test_the_ledger_counts_what_the_trace_says(ranks, folder: Path) -> None:
+    """Rows and bytes of every rank, forward and backward; C_T by layer; the same routing."""
+    flags = (*EP4, *TRACE[:1], "--training.steps", "2")
+    traces, runs = {}, {}
+    for name, ours in (("plain", ()), ("once", DEDUPLICATED), ("nodes", TWO_NODES)):
+        runs[name] = _run(ranks(4), folder, f"counted-{name}", *flags, *ours)
+        traces[name] = load_trace(folder / f"counted-{name}" / "routing_trace.safetensors")
+    # Before the first sums of another order, everything that is routed is routed alike.
+    assert torch.equal(traces["once"].ids_LTK[0], traces["plain"].ids_LTK[0])
+    for name in ("once", "nodes"):
+        trace, metrics = traces[name], runs[name][0].metrics[0]
+        for layer, ids_TK in zip(trace.layers, trace.ids_LTK, strict=True):
+            is_sent_TR = _sent(ids_TK)
+            rows = is_sent_TR.sum().item() / trace.num_tokens
+            assert metrics[f"narrowcast/rows_per_token/{layer}"] == pytest.approx(rows)
+            removed = metrics[f"narrowcast/rows_removed/{layer}"]
+            assert removed == pytest.approx(1 - rows / 4)
+            local = (ids_TK // 2 == trace.rank_T[:, None]).float().mean().item()
+            assert metrics[f"narrowcast/local_share/{layer}"] == pytest.approx(local)
+    trace, metrics = traces["once"], runs["once"][0].metrics[0]
+    there_R, back_R = _rows_by_rank(trace)
+    token_bytes, message_bytes, gradient_bytes = 48 * 2, 112, 112  # 48 bf16, 2 fp32, 2 ids: to 16
+    counts = 2 * 3 * 16
+    dispatch_R = there_R * message_bytes + back_R * gradient_bytes + counts
+    assert metrics["narrowcast/bytes/dispatch"] == dispatch_R.max()
+    assert metrics["narrowcast/bytes/combine"] == ((there_R + back_R) * token_bytes).max()
+    plain = runs["plain"][0].metrics[0]
+    assert metrics["narrowcast/plain_bytes/combine"] == plain["narrowcast/bytes/combine"]
+    nodes = runs["nodes"][0].metrics[0]
+    on_nodes = _sent(traces["nodes"].ids_LTK[0]).view(-1, 2, 2).any(dim=2).sum().item()
+    per_token = on_nodes / traces["nodes"].num_tokens
+    assert nodes["narrowcast/nodes_per_token/layers.0.moe"] == pytest.approx(per_token)
+
+
+def _sent(ids_TK: torch.Tensor) -> torch.Tensor:
+    """(T, R) whether a token goes to a rank, of 8 experts on 4 ranks."""
+    is_sent_TR = torch.zeros(len(ids_TK), 4, dtype=torch.bool)
+    return is_sent_TR.scatter_(1, ids_TK.long() // 2, True)
+
+
+def _rows_by_rank(trace: RoutingTrace) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that each rank sends to others in dispatch, and gets, of all layers."""
+    there_R, back_R = torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    for ids_TK in trace.ids_LTK:
+        home_T = trace.rank_T.long()
+        is_sent_TR = _sent(ids_TK)
+        is_sent_TR[torch.arange(len(home_T)), home_T] = False
+        there_R.index_add_(0, home_T, is_sent_TR.sum(dim=1))
+        back_R += is_sent_TR.sum(dim=0)
+    return there_R, back_R
+
+
+def test_a_checkpoint_resumes_in_torchtitan_itself(ranks, folder: Path) -> None:
+    half = (*EP2, *SAVE, FULL, "--training.steps", "2")
+    saved = _run(ranks(2), folder, "crossed-once", *half, *DEDUPLICATED, *_placed(folder, 2))
+    again = (*EP2, *SAVE, FULL)
+    ours = _run(ranks(2), folder, "crossed-whole", *again, *DEDUPLICATED, *_placed(folder, 2))
+    rest = _run_without_us(ranks(2), folder, "crossed-once", *again)
+    assert saved[0].losses == ours[0].losses[:2]
+    assert len(rest[0].losses) == 2
+    assert rest[0].losses == pytest.approx(ours[0].losses[2:], rel=1e-4)
+
+
+def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) -> None:
+    assert "expert_parallel_degree = 1" in _refusal(ranks(2), folder)
+    assert "nodes = 3 does not divide" in _refusal(
+        ranks(2), folder, *EP2, "--narrowcast.dispatch.nodes", "3"
+    )
+    assert "compile.enable = true" in _refusal(ranks(2), folder, *EP2, "--compile.enable")
+    assert "needs a CUDA device" in _refusal(
+        ranks(2), folder, *EP2, "--narrowcast.dispatch.kernels", "triton"
+    )
+    other = _refusal(ranks(2), folder, *EP2, config="other_experts")
+    assert "layers.0.moe has a OtherExperts" in other
+    fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
+    assert f"'{fused}' and " in _refusal(ranks(2), folder, *EP2, "--override.imports", fused)
+
+
+def _refusal(ranks: Ranks, folder: Path, *flags: str, config: str = "top4") -> str:
+    outcomes = ranks.outcomes(build, _toml(folder, "refused", config), *flags, *DEDUPLICATED)
+    assert all(isinstance(outcome, Raised) for outcome in outcomes), flags
+    assert len({outcome.message for outcome in outcomes}) == 1
+    return outcomes[0].message
