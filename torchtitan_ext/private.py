@@ -16,6 +16,7 @@ from torchtitan.config import ConfigManager, Configurable
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from narrowcast.torch_internals import pending_collectives
 from narrowcast.volume import Ledger
 
 
@@ -193,9 +194,11 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
         ) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 return exchange(rows, group, received, sent)
-            add(name, rows, sent)
+            pending = pending_collectives()
             with ledger.named():
                 out = exchange(rows, group, received, sent)
+            if pending_collectives() > pending:  # not replayed by activation checkpointing
+                add(name, rows, sent)
             if out.requires_grad:
                 # The gradient goes back the way that its rows came.
                 out.register_hook(lambda grad: add(name, grad, received))
@@ -204,11 +207,15 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
         return run
 
     def counted_counts(counts: torch.Tensor, group: Any, ep_size: int) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return exchange_counts(counts, group, ep_size)
+        pending = pending_collectives()
+        with ledger.named():
+            received = exchange_counts(counts, group, ep_size)
+        if pending_collectives() > pending:
             nbytes = counts.numel() * counts.element_size()
             ledger.add("dispatch", nbytes * (world_size - 1) // world_size)
-        with ledger.named():
-            return exchange_counts(counts, group, ep_size)
+        return received
 
     dispatcher._token_count_exchange = counted_counts
     dispatcher._dispatch_token_exchange = counted("dispatch", exchange_dispatch)

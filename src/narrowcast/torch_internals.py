@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -222,20 +223,36 @@ class WorkThatFinishes(dist._Work):
 
 
 def start_all_to_all(
-    rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+    rows: Tensor,
+    received: list[int],
+    sent: list[int],
+    group: dist.ProcessGroup,
+    on_sent: Callable[[], None],
 ) -> Tensor:
     """Starts an all-to-all of rows: `sent[r]` consecutive ones go to rank r of the group.
 
     The operator under `torch.distributed._functional_collectives`, whose wrapper waits at the first
     use of what it returns, a use that autograd's functions do not see. torchtitan's selective
-    activation checkpointing knows it by name, and does not repeat it.
+    activation checkpointing knows it by name, and gives what it has kept in the place of another.
+
+    Args:
+        on_sent: is called if something was sent.
 
     Returns:
         What arrives, not to be read before `finish_all_to_all`.
     """
-    return torch.ops._c10d_functional.all_to_all_single(
+    pending = pending_collectives()
+    arriving = torch.ops._c10d_functional.all_to_all_single(
         rows.contiguous(), received, sent, group.group_name
     )
+    if pending_collectives() > pending:
+        on_sent()
+    return arriving
+
+
+def pending_collectives() -> int:
+    """How many functional collectives were started and not waited for."""
+    return _get_work_registry_size()
 
 
 def finish_all_to_all(pending: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ same way. Each level is the same crossing, over other groups.
 The only thing that waits for the device is the exchange of how many rows cross.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -191,7 +192,13 @@ class _Route:
     place_TK: Tensor
 
 
-def _route(slot_TK: Tensor, num_slots: int, level: Level, layout: RowLayout) -> _Route:
+def _route(
+    slot_TK: Tensor,
+    num_slots: int,
+    level: Level,
+    layout: RowLayout,
+    on_sent: Callable[[], None],
+) -> _Route:
     num_tokens, top_k = slot_TK.shape
     num_blocks = level.group.size()
     slots_per_block = num_slots // num_blocks
@@ -202,7 +209,7 @@ def _route(slot_TK: Tensor, num_slots: int, level: Level, layout: RowLayout) -> 
     counts = [assigned.counts_B[:, None], by_rank[:-1].view(num_blocks, level.ranks)]
     sent_BC = torch.cat(counts, dim=1)
     ones = [1] * num_blocks
-    received_BC = finish_all_to_all(start_all_to_all(sent_BC, ones, ones, level.group))
+    received_BC = finish_all_to_all(start_all_to_all(sent_BC, ones, ones, level.group, on_sent))
     # The one place that waits for the device.
     sent_counts, received_counts = torch.stack([sent_BC, received_BC]).tolist()
     sent, received = [row[0] for row in sent_counts], [row[0] for row in received_counts]
@@ -268,9 +275,12 @@ class _Depart(torch.autograd.Function):
             _spread(prob_TK.float(), *place, fill=0),
             _spread(id_TK, *place, fill=layout.num_ids),
         )
-        crossing.count_there(count, "dispatch", layout.nbytes)
         flight.pending = start_all_to_all(
-            message, crossing.received, crossing.sent, crossing.level.group
+            message,
+            crossing.received,
+            crossing.sent,
+            crossing.level.group,
+            on_sent=lambda: crossing.count_there(count, "dispatch", layout.nbytes),
         )
         return x_TD.new_empty(0)
 
@@ -303,12 +313,12 @@ class _Arrive(torch.autograd.Function):
     ) -> tuple[Tensor, None, None, None]:
         crossing: Crossing = ctx.crossing
         layout = replace(crossing.layout, num_ids=0)
-        crossing.count_back(ctx.count, "dispatch", layout.nbytes)
         ctx.flight.pending = start_all_to_all(
             layout.pack(grad_x_SD, grad_prob_SJ),
             crossing.sent,
             crossing.received,
             crossing.level.group,
+            on_sent=lambda: crossing.count_back(ctx.count, "dispatch", layout.nbytes),
         )
         return grad_x_SD.new_empty(0), None, None, None
 
@@ -325,18 +335,26 @@ class _Combine(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(source_S)
         ctx.crossing, ctx.count = crossing, count
-        crossing.count_back(count, "combine", crossing.layout.token_nbytes)
-        group = crossing.level.group
-        pending = start_all_to_all(y_SD, crossing.sent, crossing.received, group)
+        pending = start_all_to_all(
+            y_SD,
+            crossing.sent,
+            crossing.received,
+            crossing.level.group,
+            on_sent=lambda: crossing.count_back(count, "combine", crossing.layout.token_nbytes),
+        )
         return merge_rows(finish_all_to_all(pending), rows_TC).to(y_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         (source_S,) = ctx.saved_tensors
         crossing: Crossing = ctx.crossing
-        crossing.count_there(ctx.count, "combine", crossing.layout.token_nbytes)
+        token_bytes = crossing.layout.token_nbytes
         pending = start_all_to_all(
-            scatter_rows(grad_TD, source_S), crossing.received, crossing.sent, crossing.level.group
+            scatter_rows(grad_TD, source_S),
+            crossing.received,
+            crossing.sent,
+            crossing.level.group,
+            on_sent=lambda: crossing.count_there(ctx.count, "combine", token_bytes),
         )
         return finish_all_to_all(pending), None, None, None, None
 
@@ -382,13 +400,18 @@ def dispatch(
         meanwhile: runs while the tokens are under way; its backward runs while their gradients are.
     """
     routes = []
+    num_ranks = math.prod(level.group.size() for level in levels)
     x, prob, slot = x_TD, prob_TK, slot_TK
     for number, level in enumerate(levels):
         slots_per_block = num_slots // level.group.size()
         places = min(slot.shape[1], slots_per_block)
         layout = RowLayout(x.shape[1], x.dtype, places, slots_per_block)
         with torch.no_grad():
-            route = _route(slot, num_slots, level, layout)
+            # Plain expert parallelism exchanges a count for each slot, where this is the last one.
+            plain_bytes = 8 * slots_per_block * (num_ranks - 1) if level.ranks == 1 else 0
+            count_bytes = 8 * (1 + level.ranks) * (level.group.size() - 1)
+            on_sent = functools.partial(count, "dispatch", 0, count_bytes, plain_bytes)
+            route = _route(slot, num_slots, level, layout, on_sent)
         routes.append(route)
         if number == len(levels) - 1:
             first, last = routes[0].crossing, route.crossing
@@ -404,9 +427,6 @@ def dispatch(
             meanwhile()
         x, prob, slot = _Arrive.apply(link, route.crossing, flight, count)
         num_slots = slots_per_block
-    counts = sum(8 * (1 + level.ranks) * (level.group.size() - 1) for level in levels)
-    peers = math.prod(level.group.size() for level in levels) - 1
-    count("dispatch", 0, counts, 8 * num_slots * peers)  # plain: one for each slot
     with torch.no_grad():
         assigned = assign(slot, num_slots)
         brim = build_brim(assigned, routes[-1].crossing.received_assignments)
