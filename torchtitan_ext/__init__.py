@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_ext.config import (
     AllGatherConfig,
+    DispatchConfig,
     JobConfig,
     NarrowcastConfig,
     PlacementConfig,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AllGatherConfig",
+    "DispatchConfig",
     "JobConfig",
     "NarrowcastConfig",
     "PlacementConfig",

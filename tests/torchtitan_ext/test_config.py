@@ -12,6 +12,7 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_ext import (
     AllGatherConfig,
+    DispatchConfig,
     JobConfig,
     NarrowcastConfig,
     PlacementConfig,
@@ -211,6 +212,25 @@ def test_without_a_source_nothing_is_placed():
     assert not PlacementConfig(method="occult", nodes=2).enable
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"deduplicate": "yes"}, ".deduplicate = 'yes': must be true or false"),
+        ({"deduplicate": True, "nodes": 0}, ".nodes = 0: must be an integer of at least 1"),
+        (
+            {"deduplicate": True, "kernels": "cuda"},
+            '.kernels = \'cuda\': must be "torch" or "triton"',
+        ),
+        ({"nodes": 2}, ".nodes = 2: works with deduplicate = true"),
+        ({"kernels": "triton"}, ".kernels = 'triton': works with deduplicate = true"),
+    ],
+)
+def test_a_wrong_value_for_a_dispatch_is_named_with_its_key_and_what_is_allowed(given, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        DispatchConfig(**given)
+    assert str(caught.value) == f"narrowcast.dispatch{message}"
+
+
 def test_a_wrong_switch_of_the_ledger_is_named():
     with pytest.raises(ValueError, match=r"narrowcast\.volume\.enable = 1: must be true or false"):
         VolumeConfig(enable=1)
@@ -223,6 +243,7 @@ def test_by_default_bytes_are_counted_and_all_that_crosses_is_plain():
     assert not config.narrowcast.reduce_scatter.enable
     assert not config.narrowcast.routing_trace.enable
     assert not config.narrowcast.placement.enable
+    assert not config.narrowcast.dispatch.deduplicate
     assert config.narrowcast.volume.enable
     assert config.job == JobConfig(config_file="")
 
@@ -301,6 +322,8 @@ def test_flags_override_our_sections_and_torchtitans():
         "--narrowcast.routing_trace.num_steps=2",
         "--narrowcast.placement.after_steps=8",
         "--narrowcast.placement.max_load=1.1",
+        "--narrowcast.dispatch.deduplicate",
+        "--narrowcast.dispatch.nodes=2",
         "--narrowcast.volume.no-enable",
         "--training.steps=3",
     )
@@ -310,6 +333,7 @@ def test_flags_override_our_sections_and_torchtitans():
     assert config.narrowcast.reduce_scatter == ReduceScatterConfig(enable=True, treatment="raw")
     assert config.narrowcast.routing_trace == RoutingTraceConfig(enable=True, num_steps=2)
     assert config.narrowcast.placement == PlacementConfig(after_steps=8, max_load=1.1)
+    assert config.narrowcast.dispatch == DispatchConfig(deduplicate=True, nodes=2)
     assert not config.narrowcast.volume.enable
     assert config.training.steps == 3
     assert issubclass(type(config)._owner, TrainerPlugin)

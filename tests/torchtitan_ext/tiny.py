@@ -265,15 +265,21 @@ def _report(trainer: Any) -> Trained:
 
 def is_untouched(toml: str, *flags: str) -> tuple[bool, bool]:
     """Whether a trainer has the very collectives of plain torch, while it is open and closed."""
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
     all_reduce = dist.all_reduce
 
     def untouched(trainer: Any) -> bool:
+        routed = [m for m in trainer.model_parts[0].modules() if isinstance(m, RoutedExperts)]
         groups = param_groups(trainer.model_parts[0])
         return (
             dist.all_reduce is all_reduce
             and all(is_default(group.all_gather) for group in groups)
             and all(is_default(group.reduce_scatter) for group in groups)
             and not trainer.optimizers._optimizer_step_post_hooks
+            and all(type(m.token_dispatcher) is AllToAllTokenDispatcher for m in routed)
+            and all(type(m.inner_experts) is GroupedExperts for m in routed)
         )
 
     with _quick(), _trainer(toml, *flags) as trainer:
