@@ -24,10 +24,12 @@ from narrowcast.volume import (
     GradientVolume,
     Ledger,
     StepVolume,
+    TokenVolume,
     all_reduce_bytes,
     count_changes,
     count_volume,
     ledger_of,
+    reduce_over_ranks,
     shard_type,
 )
 
@@ -224,6 +226,65 @@ def test_reductions_of_a_step_add_up_and_zeros_are_a_share_of_what_was_examined(
     assert ledger.current.scalars()["narrowcast/zero_gradients"] == 0.2
     ledger.end_step()
     assert ledger.current.gradients == GradientVolume()
+
+
+def test_tokens_of_each_layer_are_counted_in_it_and_in_the_step():
+    ledger = Ledger()
+    ledger.count_layers(["one", "two"])
+    for _ in range(2):
+        assert ledger.current.tokens == {"one": TokenVolume(), "two": TokenVolume()}
+        ledger.add_rows("one", "dispatch", 3, 48, plain_bytes=160)
+        ledger.add_rows("one", "combine", 2, 32, plain_bytes=80)
+        ledger.add_rows("two", "dispatch", 0, 24, plain_bytes=0)
+        ledger.current.tokens["two"].tokens += 7
+        ledger.end_step()
+        assert ledger.last.tokens == {
+            "one": TokenVolume(rows=5, bytes=80),
+            "two": TokenVolume(tokens=7, bytes=24),
+        }
+        assert ledger.last.sent == {"dispatch": 72, "combine": 32}
+        assert ledger.last.plain == {"dispatch": 160, "combine": 80}
+
+
+def test_scalars_of_a_layer_are_shares_of_its_tokens_and_of_their_assignments():
+    counts = {"tokens": 10, "assignments": 40, "local": 8, "rank_rows": 25}
+    one_level = TokenVolume(**counts, rows=19, bytes=1900)
+    two_levels = TokenVolume(**counts, node_rows=15, rows=19, bytes=1900)
+    expected = {
+        "narrowcast/rows_per_token/3": 2.5,
+        "narrowcast/rows_removed/3": 0.375,
+        "narrowcast/local_share/3": 0.2,
+        "narrowcast/worst_rank_rows/3": 19,
+        "narrowcast/worst_rank_bytes/3": 1900,
+    }
+    assert one_level.scalars("3") == expected
+    assert two_levels.scalars("3") == expected | {"narrowcast/nodes_per_token/3": 1.5}
+    assert TokenVolume().scalars("3") == {}
+    step = StepVolume(tokens={"3": one_level, "4": TokenVolume()}).scalars()
+    assert {name: value for name, value in step.items() if name.endswith(("/3", "/4"))} == expected
+
+
+def _layers_over_ranks() -> StepVolume:
+    one, other = TokenVolume(1, 4, 2, 3, 2, 30, 700), TokenVolume(10, 40, 20, 30, 20, 50, 600)
+    if dist.get_rank():
+        one, other = TokenVolume(2, 8, 1, 5, 4, 20, 900), TokenVolume()
+    volume = StepVolume(tokens={"layers.1": one, "layers.0": other}, kept_bytes=7)
+    volume.changes["router"] = Changes(1, 2, 3, 4, 5, 6)
+    volume.sent["combine"] = 11 + dist.get_rank()
+    volume.gradients.zeros = 3
+    return reduce_over_ranks(volume, torch.device("cpu"))
+
+
+def test_over_ranks_tokens_add_up_and_rows_and_bytes_are_the_worst_ranks(ranks):
+    """Layer by layer, beside all else that is counted."""
+    for volume in ranks(2).run(_layers_over_ranks):
+        assert volume.tokens == {
+            "layers.1": TokenVolume(3, 12, 3, 8, 6, rows=30, bytes=900),
+            "layers.0": TokenVolume(10, 40, 20, 30, 20, rows=50, bytes=600),
+        }
+        assert volume.changes == {"router": Changes(2, 4, 6, 8, 10, 12)}
+        assert (volume.sent["combine"], volume.kept_bytes) == (12, 7)
+        assert volume.gradients.zeros == 6
 
 
 def _default_group() -> ParamGroup:

@@ -405,8 +405,8 @@ def _transposed_product(
     grad = torch.empty_like(weight)
     hidden_dim, dim = wide_NF.shape[1], narrow_SD.shape[1]
     # Rows are loaded by numbers that are loaded: two more stages are one more tile ahead.
-    tiling = _tiling(weight)
-    tiling = {**tiling, "num_stages": tiling["num_stages"] + 2}
+    tiling = dict(_tiling(weight))
+    tiling["num_stages"] += 2
     block = tiling["BLOCK"]
     grid = triton.cdiv(dim, block), triton.cdiv(hidden_dim, block), len(offsets_e)
     _weight_gradient[grid](
@@ -425,8 +425,7 @@ def _transposed_product(
 
 
 def _scatter_tiling(source_N: Tensor, w1_eFD: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """The grid, of column tiles of F and of the most tiles that the experts' runs of rows can need,
-    and the sizes of the two kernels that scatter."""
+    """Grid and sizes of the kernels that scatter: as many row tiles as the experts can need."""
     num_experts, hidden_dim, _ = w1_eFD.shape
     tiling = _tiling(w1_eFD)
     narrow = 64 if w1_eFD.dtype.itemsize == 2 else 32
@@ -444,7 +443,7 @@ def _readable(rows_SD: Tensor) -> Tensor:
 
 
 def _stride(rows_SD: Tensor) -> tuple[int, int]:
-    """The row stride in units of up to 16 bytes, and the unit in elements: what the compiler must
-    know to load 16 bytes at a time."""
+    """The row stride in units of 16 bytes, or what divides it, and the unit in elements: what the
+    compiler must know to load 16 bytes at a time."""
     unit = math.gcd(rows_SD.stride(0), 16 // rows_SD.dtype.itemsize)
     return rows_SD.stride(0) // unit, unit

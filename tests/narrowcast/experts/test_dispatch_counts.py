@@ -1,0 +1,174 @@
+"""What crosses is counted, row by row, and other work runs while it is under way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast.experts import dispatch as module
+from narrowcast.experts.dispatch import RowLayout, combine, dispatch
+from tests.narrowcast.experts.moe_layer import (
+    MoELayer,
+    deduplicated,
+    fresh,
+    levels_of_four,
+    random_layer,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "nbytes"),
+    [
+        (RowLayout(13, torch.bfloat16, 3, 4), 48),  # 26, 2 of padding, 12, 3
+        (RowLayout(16, torch.bfloat16, 9, 255), 80),  # 32, 36, 9
+        (RowLayout(16, torch.bfloat16, 9, 256), 96),  # 32, 36, 18
+        (RowLayout(16, torch.float32, 4, 0), 80),  # 64, 16
+    ],
+    ids=str,
+)
+def test_a_row_is_a_token_its_probabilities_and_experts_in_sixteens(layout, nbytes: int) -> None:
+    assert layout.nbytes == nbytes
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """Rows that a rank sends to others the way the tokens go, and back to where they came from."""
+
+    there: int
+    back: int
+
+
+def expected_rows(layer: MoELayer, rank: int) -> dict[str, Crossed]:
+    """By nothing but the tokens' experts: rows between ranks; between nodes, and within one of what
+    was passed on; and the copies that plain expert parallelism sends."""
+    ids_RTK = [ids_TK.tolist() for ids_TK in layer.ids_TK.split(layer.tokens_R)]
+    node, number = divmod(rank, 2)
+    others, across, peer = {0, 1, 2, 3} - {rank}, 2 * (1 - node) + number, rank ^ 1
+
+    def ranks_of(ids: list[int]) -> set[int]:
+        return {i // 4 for i in ids}
+
+    def nodes_of(ids: list[int]) -> set[int]:
+        return {i // 8 for i in ids}
+
+    def passed_on(by: int) -> list[list[int]]:
+        return [*ids_RTK[by % 2], *ids_RTK[2 + by % 2]]
+
+    return {
+        "ranks": Crossed(
+            there=sum(len(ranks_of(ids) & others) for ids in ids_RTK[rank]),
+            back=sum(rank in ranks_of(ids) for other in others for ids in ids_RTK[other]),
+        ),
+        "nodes": Crossed(
+            there=sum(1 - node in nodes_of(ids) for ids in ids_RTK[rank]),
+            back=sum(node in nodes_of(ids) for ids in ids_RTK[across]),
+        ),
+        "within": Crossed(
+            there=sum(peer in ranks_of(ids) for ids in passed_on(rank)),
+            back=sum(rank in ranks_of(ids) for ids in passed_on(peer)),
+        ),
+        "copies": Crossed(
+            there=sum(i // 4 != rank for ids in ids_RTK[rank] for i in ids),
+            back=sum(i // 4 == rank for other in others for ids in ids_RTK[other] for i in ids),
+        ),
+    }
+
+
+Told = tuple[str, int, int, int]
+
+
+def _told(layer: MoELayer) -> tuple[int, dict[str, list[Told]]]:
+    told: dict[str, list[Told]] = {}
+    for name, levels in levels_of_four().items():
+        calls = told[name] = []
+        deduplicated(layer, levels, dist.get_rank(), count=lambda *of, to=calls: to.append(of))
+    return dist.get_rank(), told
+
+
+def test_every_row_and_byte_is_counted_and_what_plain_expert_parallelism_would_send(ranks) -> None:
+    """Forward and backward; of two levels, those that a rank passes on too."""
+    layer = random_layer([11, 6, 0, 8], 16, 5, dtype=torch.bfloat16, dim=24)
+    token = 48
+    row = 80  # with 5 probabilities and experts, or 4, in 16s
+    gradient_row = {5: 80, 4: 64}  # without experts
+    plain_counts = 3 * 4 * 8  # to three ranks, of each expert
+    for rank, told in ranks(4).run(_told, layer):
+        rows = expected_rows(layer, rank)
+        ranks_, nodes, within, copies = rows.values()
+        there, back = copies.there * token, copies.back * token
+        assert told["one level"] == [
+            ("dispatch", 0, 3 * 2 * 8, plain_counts),
+            ("dispatch", ranks_.there, ranks_.there * row, there),
+            ("combine", ranks_.back, ranks_.back * token, back),
+            ("combine", ranks_.there, ranks_.there * token, there),
+            ("dispatch", ranks_.back, ranks_.back * gradient_row[4], back),
+        ]
+        assert told["two levels"] == [
+            ("dispatch", 0, 3 * 8, 0),
+            ("dispatch", nodes.there, nodes.there * row, 0),
+            ("dispatch", 0, 2 * 8, plain_counts),
+            ("dispatch", within.there, within.there * row, there),
+            ("combine", within.back, within.back * token, back),
+            ("combine", nodes.back, nodes.back * token, 0),
+            ("combine", nodes.there, nodes.there * token, 0),
+            ("combine", within.there, within.there * token, there),
+            ("dispatch", within.back, within.back * gradient_row[4], back),
+            ("dispatch", nodes.back, nodes.back * gradient_row[5], 0),
+        ]
+        assert rank == 2 or 0 < ranks_.there < copies.there
+
+
+def _watched() -> dict[str, tuple[list[str], bool]]:
+    """What happens in which order, and whether what ran meanwhile has its gradient."""
+    layer = random_layer([5, 6, 7, 8], 8, 3).share(dist.get_rank())
+    watched = {}
+    for name, levels in levels_of_four().items():
+        leaves, events = fresh(layer.leaves), []
+        shared: list[Tensor] = []
+
+        def meanwhile(x=leaves["x"], events=events, shared=shared) -> None:
+            events.append("meanwhile")
+            hidden_TD = x * 3
+            hidden_TD.register_hook(lambda _: events.append("meanwhile"))
+            shared.append(hidden_TD * 2)
+
+        def noted(event: str, function: Callable, events=events) -> Callable:
+            def call(*args, **kwargs):
+                events.append(event)
+                return function(*args, **kwargs)
+
+            return call
+
+        departing = noted("departure", module.start_all_to_all)
+        arriving = noted("arrival", module.finish_all_to_all)
+        with (
+            patch.object(module, "start_all_to_all", departing),
+            patch.object(module, "finish_all_to_all", arriving),
+        ):
+            x_TD, prob_TK = leaves["x"], leaves["prob"]
+            dispatched = dispatch(x_TD, prob_TK, layer.ids_TK, 8, levels, meanwhile=meanwhile)
+            y_TD = combine(dispatched.x_SD, dispatched)
+            events.append("end")
+            (y_TD + shared[0]).backward(layer.grad_y_TD)
+        num_ranks = torch.stack([layer.ids_TK // 2 == r for r in range(4)]).any(2).sum(0)
+        expected_TD = layer.grad_y_TD * (num_ranks[:, None] + 6)
+        watched[name] = events, torch.allclose(x_TD.grad, expected_TD)
+    return watched
+
+
+def test_what_runs_meanwhile_runs_between_departure_and_arrival_in_backward_too(ranks) -> None:
+    crossing, with_meanwhile = ["departure", "arrival"], ["departure", "meanwhile", "arrival"]
+    for watched in ranks(4).run(_watched):
+        # Counts cross, then tokens; then what comes back.
+        assert watched["one level"] == (
+            [*crossing, *with_meanwhile, *crossing, "end", *crossing, *with_meanwhile],
+            True,
+        )
+        assert watched["two levels"] == (
+            [*crossing, *with_meanwhile, *crossing * 4, "end", *crossing * 3, *with_meanwhile],
+            True,
+        )
