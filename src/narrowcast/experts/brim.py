@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -31,14 +32,16 @@ class Brim:
 
     Attributes:
         source_W: (W,) int64, the narrow row that each wide row is a replica of.
-        wide_NC: (N, C) int64, the wide rows of each narrow row, in the order of their blocks, with
-            C = min(K, B); W where there are fewer.
+        wide_W: (W,) int64, the wide rows of the first narrow row in the order of their blocks, then
+            those of the second, and so on.
+        starts_N: (N,) int64, where those of each narrow row start in `wide_W`.
         entry_W: (W,) int64, the place in the flat (N, K) assignments that each wide row stands for:
             of several in one block, the first.
     """
 
     source_W: Tensor
-    wide_NC: Tensor
+    wide_W: Tensor
+    starts_N: Tensor
     entry_W: Tensor
 
     def dense(self, counts_B: Tensor) -> Tensor:
@@ -48,7 +51,7 @@ class Brim:
             counts_B: (B,) wide rows of each block.
         """
         num_wide = len(self.source_W)
-        brim_BN = torch.full((len(counts_B), len(self.wide_NC)), -1)
+        brim_BN = torch.full((len(counts_B), len(self.starts_N)), -1)
         block_W = torch.arange(len(counts_B)).repeat_interleave(counts_B.cpu())
         brim_BN[block_W, self.source_W.cpu()] = torch.arange(num_wide)
         return brim_BN
@@ -73,9 +76,12 @@ class Assignments:
     wide_order_M: Tensor
 
     @property
-    def column_NK(self) -> Tensor:
-        """(N, K) which of its row's blocks each assignment belongs to, from 0."""
-        return self.first_NK.cumsum(dim=1) - 1
+    def wide_NK(self) -> Tensor:
+        """(N, K) the wide row of each assignment; of no meaning where it has none."""
+        wide_M = torch.empty_like(self.wide_order_M)
+        wide_M[self.wide_order_M] = torch.arange(len(wide_M), device=wide_M.device)
+        index_K = torch.arange(self.block_NK.shape[1], device=wide_M.device)
+        return wide_M.view_as(self.block_NK).gather(1, index_K - self.place_NK)
 
     @property
     def place_NK(self) -> Tensor:
@@ -108,15 +114,17 @@ def build_brim(assigned: Assignments, num_wide: int) -> Brim:
         assigned: of N rows.
         num_wide: W, the sum of its counts, which the host knows by now.
     """
-    num_rows, top_k = assigned.block_NK.shape
+    top_k = max(assigned.block_NK.shape[1], 1)
     order_W = assigned.wide_order_M[:num_wide]
-    source_W = order_W // max(top_k, 1)
+    source_W = order_W // top_k
     entry_W = source_W * top_k + assigned.order_NK.flatten()[order_W]
-    columns = min(top_k, len(assigned.counts_B))
-    wide_NC = order_W.new_full((num_rows, columns), num_wide)
-    place_W = source_W * columns + assigned.column_NK.flatten()[order_W]
-    wide_NC.view(-1)[place_W] = torch.arange(num_wide, device=order_W.device)
-    return Brim(source_W, wide_NC, entry_W)
+    # The first assignments in a row and block, row by row; the others go to one place at the end.
+    rank_M = assigned.first_NK.flatten().cumsum(0) - 1
+    place_M = rank_M.masked_fill(~assigned.first_NK.flatten(), num_wide)
+    wide_W = order_W.new_empty(num_wide + 1).scatter_(0, place_M, assigned.wide_NK.flatten())
+    ends_N = assigned.first_NK.sum(dim=1).cumsum(0)
+    starts_N = ends_N - assigned.first_NK.sum(dim=1)
+    return Brim(source_W, wide_W[:num_wide], starts_N, entry_W)
 
 
 def dense_brim(is_assigned_BN: Tensor) -> Tensor:
@@ -140,53 +148,45 @@ def scatter_rows(rows_ND: Tensor, source_W: Tensor) -> Tensor:
     return rows_ND.index_select(0, source_W)
 
 
-def merge_rows(rows_WD: Tensor, wide_NC: Tensor) -> Tensor:
-    """(N, D) fp32, the sum of each narrow row's replicas, added in the order of their blocks."""
-    num_rows, columns = wide_NC.shape
-    num_wide, dim = rows_WD.shape
-    if num_wide == 0 or columns == 0:
-        return torch.zeros(num_rows, dim, dtype=torch.float32, device=rows_WD.device)
-
-    def column(index: int) -> Tensor:
-        wide_N = wide_NC[:, index]
-        replica_ND = rows_WD.index_select(0, wide_N.clamp(max=num_wide - 1)).float()
-        return replica_ND.masked_fill_((wide_N == num_wide)[:, None], 0)
-
-    total_ND = column(0)
-    for index in range(1, columns):
-        total_ND += column(index)
-    return total_ND
+def merge_rows(rows_WD: Tensor, wide_W: Tensor, starts_N: Tensor) -> Tensor:
+    """(N, D) fp32, the sum of each narrow row's replicas, added one after the other in the order of
+    their blocks. Arguments as in `Brim`."""
+    if rows_WD.numel() == 0 or len(starts_N) == 0:
+        return rows_WD.new_zeros(len(starts_N), rows_WD.shape[1], dtype=torch.float32)
+    return F.embedding_bag(wide_W, rows_WD.float(), starts_N, mode="sum")
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, source_W: Tensor, wide_NC: Tensor) -> Tensor:
-        ctx.save_for_backward(wide_NC)
+    def forward(
+        ctx: Any, rows_ND: Tensor, source_W: Tensor, wide_W: Tensor, starts_N: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(wide_W, starts_N)
         return scatter_rows(rows_ND, source_W)
 
     @staticmethod
-    def backward(ctx: Any, grad_WD: Tensor) -> tuple[Tensor, None, None]:
-        (wide_NC,) = ctx.saved_tensors
-        return merge_rows(grad_WD, wide_NC).to(grad_WD.dtype), None, None
+    def backward(ctx: Any, grad_WD: Tensor) -> tuple[Tensor, None, None, None]:
+        return merge_rows(grad_WD, *ctx.saved_tensors).to(grad_WD.dtype), None, None, None
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_WD: Tensor, source_W: Tensor, wide_NC: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, rows_WD: Tensor, source_W: Tensor, wide_W: Tensor, starts_N: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(source_W)
-        return merge_rows(rows_WD, wide_NC).to(rows_WD.dtype)
+        return merge_rows(rows_WD, wide_W, starts_N).to(rows_WD.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None]:
-        (source_W,) = ctx.saved_tensors
-        return scatter_rows(grad_ND, source_W), None, None
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor, None, None, None]:
+        return scatter_rows(grad_ND, *ctx.saved_tensors), None, None, None
 
 
 def scatter(rows_ND: Tensor, brim: Brim) -> Tensor:
     """(W, D) scattering: a replica for each wide row. Gradients are merged, in fp32."""
-    return _Scatter.apply(rows_ND, brim.source_W, brim.wide_NC)
+    return _Scatter.apply(rows_ND, brim.source_W, brim.wide_W, brim.starts_N)
 
 
 def merge(rows_WD: Tensor, brim: Brim) -> Tensor:
     """(N, D) merging: replicas added up in fp32 and rounded once. Gradients are scattered."""
-    return _Merge.apply(rows_WD, brim.source_W, brim.wide_NC)
+    return _Merge.apply(rows_WD, brim.source_W, brim.wide_W, brim.starts_N)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.experts.brim import assign, build_brim, merge_rows, scatter_rows
+from narrowcast.experts.brim import Brim, assign, build_brim, merge_rows, scatter_rows
 from narrowcast.experts.swiglu import ExpertRows
 from narrowcast.torch_internals import finish_all_to_all, start_all_to_all
 
@@ -187,8 +187,7 @@ class _Route:
     """A crossing with its maps: BRIM_0, and where each assignment lies in the flat (S, J)."""
 
     crossing: Crossing
-    source_S: Tensor
-    rows_TC: Tensor
+    brim: Brim
     place_TK: Tensor
 
 
@@ -225,12 +224,11 @@ def _route(
         local_assignments=sent_counts[level.group.rank()][1 + level.rank_in_block],
         received_assignments=sum(sum(row[1:]) for row in received_counts),
     )
-    # Rows of the assignments, in the order of ranks; then their places, as the router has them.
-    row_TK = brim.wide_NC.gather(1, assigned.column_NK.clamp(min=0))
-    place_TK = row_TK * layout.places + assigned.place_NK
+    # Sorted by rank, as they are assigned; then as the router has them.
+    place_TK = assigned.wide_NK * layout.places + assigned.place_NK
     place_TK = place_TK.masked_fill_(assigned.block_NK == num_blocks, sum(sent) * layout.places)
     place_TK = torch.empty_like(place_TK).scatter_(1, assigned.order_NK, place_TK)
-    return _Route(crossing, brim.source_W, brim.wide_NC, place_TK)
+    return _Route(crossing, brim, place_TK)
 
 
 def _spread(values_TK: Tensor, place_TK: Tensor, num_rows: int, places: int, fill: int) -> Tensor:
@@ -266,12 +264,12 @@ class _Depart(torch.autograd.Function):
         count: Counter,
     ) -> Tensor:
         crossing, layout = route.crossing, route.crossing.layout
-        ctx.save_for_backward(route.rows_TC, route.place_TK)
+        ctx.save_for_backward(route.brim.wide_W, route.brim.starts_N, route.place_TK)
         ctx.crossing, ctx.flight = crossing, flight
         ctx.dtypes = x_TD.dtype, prob_TK.dtype
         place = (route.place_TK, crossing.rows, layout.places)
         message = layout.pack(
-            scatter_rows(x_TD, route.source_S),
+            scatter_rows(x_TD, route.brim.source_W),
             _spread(prob_TK.float(), *place, fill=0),
             _spread(id_TK, *place, fill=layout.num_ids),
         )
@@ -286,11 +284,11 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        rows_TC, place_TK = ctx.saved_tensors
+        *rows_of_T, place_TK = ctx.saved_tensors
         x_dtype, prob_dtype = ctx.dtypes
         layout = replace(ctx.crossing.layout, num_ids=0)
         grad_x_SD, grad_prob_SJ, _ = layout.unpack(ctx.flight.land())
-        grad_x_TD = merge_rows(grad_x_SD, rows_TC).to(x_dtype)
+        grad_x_TD = merge_rows(grad_x_SD, *rows_of_T).to(x_dtype)
         flat = torch.cat([grad_prob_SJ.flatten(), grad_prob_SJ.new_zeros(1)])
         return grad_x_TD, flat[place_TK].to(prob_dtype), None, None, None, None
 
@@ -329,7 +327,8 @@ class _Combine(torch.autograd.Function):
         ctx: Any,
         y_SD: Tensor,
         source_S: Tensor,
-        rows_TC: Tensor,
+        row_S: Tensor,
+        starts_T: Tensor,
         crossing: Crossing,
         count: Counter,
     ) -> Tensor:
@@ -342,7 +341,7 @@ class _Combine(torch.autograd.Function):
             crossing.level.group,
             on_sent=lambda: crossing.count_back(count, "combine", crossing.layout.token_nbytes),
         )
-        return merge_rows(finish_all_to_all(pending), rows_TC).to(y_SD.dtype)
+        return merge_rows(finish_all_to_all(pending), row_S, starts_T).to(y_SD.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -356,7 +355,7 @@ class _Combine(torch.autograd.Function):
             crossing.level.group,
             on_sent=lambda: crossing.count_there(ctx.count, "combine", token_bytes),
         )
-        return finish_all_to_all(pending), None, None, None, None
+        return finish_all_to_all(pending), None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -441,7 +440,9 @@ def combine(y_SD: Tensor, dispatched: Dispatched, count: Counter = count_nothing
         y_SD: (S, D) a partial sum for each row of `dispatched`.
     """
     for route in reversed(dispatched.routes):
-        y_SD = _Combine.apply(y_SD, route.source_S, route.rows_TC, route.crossing, count)
+        brim = route.brim
+        maps = brim.source_W, brim.wide_W, brim.starts_N
+        y_SD = _Combine.apply(y_SD, *maps, route.crossing, count)
     return y_SD
 
 

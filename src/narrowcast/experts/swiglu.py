@@ -76,13 +76,11 @@ class _ModulatedSwiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_NF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gate_NF, up_NF, prob_N = ctx.saved_tensors
-        gate32_NF, up32_NF, grad32_NF = gate_NF.float(), up_NF.float(), grad_NF.float()
-        sigmoid_NF = gate32_NF.sigmoid()
-        silu_NF = gate32_NF * sigmoid_NF
-        grad_prob_N = (grad32_NF * silu_NF * up32_NF).sum(dim=1)
-        grad32_NF *= prob_N[:, None]
-        slope_NF = sigmoid_NF * (1 + gate32_NF * (1 - sigmoid_NF))
-        grad_gate_NF = grad32_NF * up32_NF * slope_NF
-        grad_up_NF = grad32_NF * silu_NF
-        dtype = gate_NF.dtype
-        return grad_gate_NF.to(dtype), grad_up_NF.to(dtype), grad_prob_N
+        gate32_NF = gate_NF.float()
+        grad_NF = grad_NF.float()
+        silu_NF = F.silu(gate32_NF).mul_(grad_NF)
+        grad_prob_N = (silu_NF * up_NF).sum(dim=1)
+        grad_up_NF = silu_NF.mul_(prob_N[:, None]).to(up_NF.dtype)
+        grad_NF = (grad_NF * up_NF).mul_(prob_N[:, None])
+        grad_gate_NF = torch.ops.aten.silu_backward(grad_NF, gate32_NF).to(gate_NF.dtype)
+        return grad_gate_NF, grad_up_NF, grad_prob_N
