@@ -135,7 +135,7 @@ class Crossing:
     Attributes:
         level: where it goes.
         layout: of the rows.
-        tokens, top_k: T and K before it.
+        tokens: T before it.
         sent, received: rows to and from each rank of the group, its own included.
         assignments: pairs of a token and an expert before it.
         local_assignments: of these, with an expert on this very rank.
@@ -147,7 +147,6 @@ class Crossing:
     level: Level
     layout: RowLayout
     tokens: int
-    top_k: int
     sent: list[int]
     received: list[int]
     assignments: int
@@ -198,12 +197,11 @@ def _route(
     layout: RowLayout,
     on_sent: Callable[[], None],
 ) -> _Route:
-    num_tokens, top_k = slot_TK.shape
     num_blocks = level.group.size()
     slots_per_block = num_slots // num_blocks
     assigned = assign(slot_TK // slots_per_block, num_blocks)
     by_rank = slot_TK.new_zeros(num_blocks * level.ranks + 1)
-    rank_M = (slot_TK // (slots_per_block // level.ranks)).flatten().long()
+    rank_M = (slot_TK // (slots_per_block // level.ranks)).flatten()
     by_rank.scatter_add_(0, rank_M, torch.ones_like(rank_M))
     counts = [assigned.counts_B[:, None], by_rank[:-1].view(num_blocks, level.ranks)]
     sent_BC = torch.cat(counts, dim=1)
@@ -216,8 +214,7 @@ def _route(
     crossing = Crossing(
         level,
         layout,
-        num_tokens,
-        top_k,
+        len(slot_TK),
         sent,
         received,
         assignments=sum(sum(row[1:]) for row in sent_counts),
@@ -397,10 +394,15 @@ def dispatch(
         levels: where tokens cross to, one after the other; see `one_level`, `two_levels`.
         count: is told of the bytes.
         meanwhile: runs while the tokens are under way; its backward runs while their gradients are.
+
+    Raises:
+        ValueError: slots do not divide over the ranks.
     """
     routes = []
     num_ranks = math.prod(level.group.size() for level in levels)
-    x, prob, slot = x_TD, prob_TK, slot_TK
+    if num_slots % num_ranks:
+        raise ValueError(f"{num_slots} slots do not divide over {num_ranks} expert-parallel ranks")
+    x, prob, slot = x_TD, prob_TK, slot_TK.long()
     for number, level in enumerate(levels):
         slots_per_block = num_slots // level.group.size()
         places = min(slot.shape[1], slots_per_block)

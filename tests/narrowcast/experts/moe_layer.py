@@ -21,7 +21,7 @@ from narrowcast.experts.dispatch import (
 from narrowcast.experts.swiglu import swiglu_experts
 
 Results = dict[str, Tensor]
-"""Of a forward and a backward: y, and the gradients of x, prob, w1, w2 and w3."""
+"""Of a forward and a backward: y, and the gradients of x, prob, w1, w2 and w3, or None."""
 Levels = tuple[Level, ...]
 Experts = Callable[[Dispatched, Results], Tensor]
 WEIGHTS = ("w1", "w2", "w3")
@@ -116,8 +116,10 @@ def results(y_TD: Tensor, leaves: Results, grad_y_TD: Tensor) -> Results:
     return {"y": y_TD.detach()} | {name: leaf.grad for name, leaf in leaves.items()}
 
 
-def error(result: Tensor, exact: Tensor) -> float:
+def error(result: Tensor | None, exact: Tensor) -> float:
     """The norm of the difference, relative; absolute where nothing but zero is right."""
+    if result is None:
+        return torch.inf
     norm = exact.norm().item()
     return (result.double() - exact).norm().item() / (norm or 1)
 

@@ -50,11 +50,11 @@ def test_a_brim_is_that_of_occults_algorithms(block_NK: Tensor, num_blocks: int)
     assert torch.equal(assigned.counts_B, is_assigned_BN.sum(dim=1))
     assert torch.equal(brim.dense(assigned.counts_B), expected_BN)
 
-    num_wide = int(is_assigned_BN.sum())
-    columns = min(block_NK.shape[1], num_blocks)
-    for row, wide_C in enumerate(brim.wide_NC.tolist()):
-        wide = [w for w in expected_BN[:, row].tolist() if w >= 0]
-        assert wide_C == wide + [num_wide] * (columns - len(wide))
+    wide = [[w for w in column if w >= 0] for column in expected_BN.T.tolist()]
+    assert [w.tolist() for w in brim.wide_W.tensor_split(brim.starts_N)[1:]] == wide
+    for row, of_row in enumerate(block_NK.tolist()):
+        found = [expected_BN[block, row].item() for block in sorted(of_row) if block < num_blocks]
+        assert assigned.wide_NK[row, : len(found)].tolist() == found
     entries = [
         row * block_NK.shape[1] + block_NK[row].tolist().index(block)
         for block, row in is_assigned_BN.nonzero().tolist()
@@ -106,7 +106,7 @@ def test_replicas_are_added_in_fp32_in_the_order_of_their_blocks() -> None:
 
 
 def test_what_no_row_is_merged_from_does_not_reach_it() -> None:
-    """Not even NaN: rows with fewer replicas than others read one, and drop it."""
+    """Not even NaN."""
     _, brim = built(torch.tensor([[0, 0], [1, 0], [2, 2]]), 2)
     wide_WD = torch.tensor([[1.0], [2.0], [torch.nan]])
     assert merge(wide_WD, brim).nan_to_num(-1).flatten().tolist() == [1, -1, 0]
@@ -118,9 +118,9 @@ def test_a_brim_is_built_without_asking_the_device() -> None:
         assigned = assign(torch.zeros(11, 3, dtype=torch.int64), 4)
         brim = build_brim(assigned, 17)
         assert assigned.counts_B.shape == (4,)
-        assert assigned.place_NK.shape == assigned.column_NK.shape == (11, 3)
-        assert brim.source_W.shape == brim.entry_W.shape == (17,)
-        assert brim.wide_NC.shape == (11, 3)
+        assert assigned.place_NK.shape == assigned.wide_NK.shape == (11, 3)
+        assert brim.source_W.shape == brim.entry_W.shape == brim.wide_W.shape == (17,)
+        assert brim.starts_N.shape == (11,)
         assert scatter(torch.zeros(11, 2), brim).shape == (17, 2)
         assert merge(torch.zeros(17, 2), brim).shape == (11, 2)
 
@@ -129,5 +129,5 @@ def test_assignments_of_a_row_to_one_block_are_told_apart() -> None:
     assigned = assign(torch.tensor([[2, 0, 2, 2, 3], [3, 1, 0, 1, 0]]), 3)
     assert assigned.block_NK.tolist() == [[0, 2, 2, 2, 3], [0, 0, 1, 1, 3]]
     assert assigned.order_NK.tolist() == [[1, 0, 2, 3, 4], [2, 4, 1, 3, 0]]
-    assert assigned.column_NK[:, :4].tolist() == [[0, 1, 1, 1], [0, 0, 1, 1]]
+    assert assigned.wide_NK[:, :4].tolist() == [[0, 3, 3, 3], [1, 1, 2, 2]]
     assert assigned.place_NK[:, :4].tolist() == [[0, 0, 1, 2], [0, 1, 0, 1]]

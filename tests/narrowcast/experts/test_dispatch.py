@@ -55,7 +55,7 @@ class Closeness:
         unused = [index for index, expert in enumerate(here) if expert not in used]
         return Closeness(
             {name: error(found[name], layer.part(name, exact[name], rank)) for name in exact},
-            all(found[name][unused].eq(0).all() for name in WEIGHTS),
+            all(found[name] is not None and found[name][unused].eq(0).all() for name in WEIGHTS),
         )
 
 
