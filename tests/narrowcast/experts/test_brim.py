@@ -11,6 +11,7 @@ from narrowcast.experts.brim import (
     build_brim,
     dense_brim,
     merge,
+    merge_rows,
     scatter,
 )
 
@@ -103,6 +104,7 @@ def test_replicas_are_added_in_fp32_in_the_order_of_their_blocks() -> None:
     merged_ND = merge(small_WD, brim)
     assert merged_ND.dtype == torch.bfloat16
     assert merged_ND.flatten().tolist() == [258, 258]
+    assert merge_rows(small_WD, brim.wide_W, brim.starts_N).dtype == torch.float32
 
 
 def test_what_no_row_is_merged_from_does_not_reach_it() -> None:

@@ -198,10 +198,10 @@ def test_rows_arrive_to_the_last_bit(ranks, dtype: torch.dtype) -> None:
         assert same == {"one level": True, "two levels": True}
 
 
-def _repeated() -> dict[str, tuple[bool, bool]]:
+def _repeated(dtype: torch.dtype) -> dict[str, tuple[bool, bool]]:
     """Whether a second run gives the same bits, and whether one with experts in another order."""
     rank = dist.get_rank()
-    layer = random_layer([13, 1, 7, 29], 16, 6, dtype=torch.bfloat16)
+    layer = random_layer([13, 1, 7, 29], 16, 6, dtype=dtype)
     order_TK = torch.rand(layer.ids_TK.shape, generator=torch.Generator().manual_seed(1)).argsort(1)
     leaves = layer.leaves | {"prob": layer.leaves["prob"].gather(1, order_TK)}
     reordered = MoELayer(leaves, layer.ids_TK.gather(1, order_TK), layer.grad_y_TD, layer.tokens_R)
@@ -218,8 +218,9 @@ def _repeated() -> dict[str, tuple[bool, bool]]:
     return same
 
 
-def test_bits_repeat_whatever_the_order_of_a_tokens_experts(ranks) -> None:
-    for same in ranks(4).run(_repeated):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_repeat_whatever_the_order_of_a_tokens_experts(ranks, dtype: torch.dtype) -> None:
+    for same in ranks(4).run(_repeated, dtype):
         assert len(same) == 2
         assert set(same.values()) == {(True, True)}, same
 
