@@ -1,6 +1,9 @@
 """Tokens cross once to each rank in torchtitan's own trainer."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from tests.torchtitan_ext.test_placement import (
     _toml,
 )
 from tests.torchtitan_ext.tiny import Trained, build, train
+from torchtitan_ext.private import moe_layers
 
 DEDUPLICATED = ("--narrowcast.dispatch.deduplicate",)
 TWO_NODES = (*DEDUPLICATED, "--narrowcast.dispatch.nodes", "2")
@@ -96,6 +100,47 @@ def test_recomputed_tokens_go_the_same_way(ranks, folder: Path, kind: str) -> No
         assert recomputed == kept
     else:
         assert all(new > old for new, old in zip(recomputed, kept, strict=True))
+
+
+def test_shared_experts_are_computed_while_rows_are_under_way(ranks, folder: Path) -> None:
+    """Once in a forward, between departure and arrival; in backward their gradients too."""
+    flags = (*EP2, *DEDUPLICATED, "--training.steps", "1")
+    for events in ranks(2).run(_events, _toml(folder, "events", "deepseek"), *flags):
+        shared = [i for i, event in enumerate(events) if event.startswith("shared")]
+        assert [events[i] for i in shared] == ["shared"] * 2 + ["shared gradient"] * 2
+        for i in shared:
+            # Started, and not waited for.
+            assert events[:i].count("start") == events[:i].count("finish") + 1
+
+
+def _events(toml: str, *flags: str) -> list[str]:
+    """What happens in a step: exchanges start and finish, shared experts compute."""
+    from narrowcast.experts import dispatch
+
+    events: list[str] = []
+
+    def noted(name: str, call: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return call(*args, **kwargs)
+
+        return run
+
+    def note_gradient(module: Any, args: Any, out: torch.Tensor) -> None:
+        events.append("shared")
+        out.register_hook(lambda _: events.append("shared gradient"))
+
+    def watch(trainer: Any) -> None:
+        for moe in moe_layers(trainer.model_parts[0]).values():
+            moe.shared_experts.w1.register_forward_hook(note_gradient)
+
+    start, finish = dispatch.start_all_to_all, dispatch.finish_all_to_all
+    with (
+        patch.object(dispatch, "start_all_to_all", noted("start", start)),
+        patch.object(dispatch, "finish_all_to_all", noted("finish", finish)),
+    ):
+        train(toml, *flags, before=watch)
+    return events
 
 
 def test_the_ledger_counts_what_the_trace_says(ranks, folder: Path) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -205,9 +205,11 @@ class Trained:
     experts_LE: Tensor | None
 
 
-def train(toml: str, *flags: str) -> Trained:
+def train(toml: str, *flags: str, before: Callable[[Any], None] | None = None) -> Trained:
     """Trains in this rank's process, as ``torchtitan_ext.train`` would, and reports."""
     with _quick(), _trainer(toml, *flags) as trainer:
+        if before is not None:
+            before(trainer)
         return _report(trainer)
 
 
