@@ -17,7 +17,7 @@ import pytest
 _TIMEOUT_S = 240
 # Imported once, and not by each rank.
 _PRELOADED = ["torch.distributed.fsdp", "narrowcast", "torchtitan.train", "torchtitan_ext.cpu"]
-_MANY_GROUPS = 16
+_MANY_GROUPS = 64  # of all ranks
 
 
 @dataclass(frozen=True)
@@ -79,38 +79,41 @@ class Ranks:
             process.join()
 
 
-def _share_subgroups() -> None:
+def _share_subgroups() -> dict[tuple, Any]:
     """Meshes of one layout use the same groups from test to test. New groups cost threads, and what
-    DTensor has worked out for a mesh, a second or more a run, is kept for the mesh's groups."""
+    DTensor has worked out for a mesh, a second or more a run, is kept for the mesh's groups.
+
+    Returns:
+        The groups, of which each rank has the same ones, its own or not.
+    """
     import torch.distributed as dist
     from torch.distributed import device_mesh
 
-    made: dict[tuple, dist.ProcessGroup] = {}
-    new_group = device_mesh.new_group
+    made: dict[tuple, Any] = {}
+    new_group = dist.new_group
 
-    def shared_group(ranks: list[int], backend: str | None = None, **kwargs: Any) -> Any:
-        key = (tuple(ranks), backend, kwargs.get("group_desc"))
-        known = dist.distributed_c10d._world.pg_map
-        if key not in made or (made[key] is not _NO_MEMBER and made[key] not in known):
-            made[key] = new_group(ranks=ranks, backend=backend, **kwargs)
+    def shared_group(ranks: list[int], **kwargs: Any) -> Any:
+        key = (tuple(ranks), kwargs.get("backend"), kwargs.get("group_desc"))
+        if key not in made:
+            made[key] = new_group(ranks, **kwargs)
         return made[key]
 
-    _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
-    device_mesh.new_group = shared_group
+    dist.new_group = device_mesh.new_group = shared_group
+    return made
 
 
-def _end_subgroups() -> None:
+def _end_subgroups(made: dict[tuple, Any]) -> None:
     """Ends the process groups that earlier functions made, once they are many: a thread of each
     wakes up a hundred times a second. All ranks have returned from those functions by now."""
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    groups = [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]
-    if len(groups) < _MANY_GROUPS:
+    if len(made) < _MANY_GROUPS:
         return
     _clear_sharding_prop_cache()  # keeps meshes, and with them the names of their groups
     gc.collect()
-    for group in groups:
+    made.clear()
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 
 
@@ -128,11 +131,11 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
         world_size=world_size,
         timeout=timedelta(seconds=_TIMEOUT_S),
     )
-    _share_subgroups()
+    groups = _share_subgroups()
     with contextlib.suppress(EOFError):
         while True:
             function, args = pipe.recv()
-            _end_subgroups()
+            _end_subgroups(groups)
             try:
                 result = function(*args)
             except BaseException as error:  # SystemExit and torch's CheckpointException too

@@ -144,7 +144,8 @@ class PlacementConfig:
     """
     Train with the placement of this file (`narrowcast placement plan`). One of file, trace and
     after_steps switches placement on. Losses are those of training without: only where experts
-    live changes. Needs parallelism.expert_parallel_degree > 1.
+    live changes (with dispatch.deduplicate sums are made rank by rank: losses up to rounding).
+    Needs parallelism.expert_parallel_degree > 1.
     """
 
     trace: str = field(default="", metadata={"allowed": "a path; empty for none"})
@@ -243,7 +244,7 @@ class DispatchConfig:
     """
     With more than 1: the nodes that an expert-parallel group is spread over. A token crosses once
     to each node, and is passed on within it. Pays where links between nodes are much slower than
-    those within.
+    those within. A placement that is planned in the run must be for as many nodes.
     """
 
     kernels: Literal["torch", "triton"] = "torch"

@@ -14,7 +14,7 @@ from torchtitan_ext.deduplicated_dispatch import (
     DeduplicatingTokenDispatcher,
 )
 from torchtitan_ext.private import moe_layers, shared_experts_meanwhile
-from torchtitan_ext.tracing import describe
+from torchtitan_ext.tracing import describe, gathered
 
 _SECTION = "narrowcast.dispatch.deduplicate = true"
 
@@ -31,10 +31,17 @@ def check_dispatch(config: Any) -> None:
             f"{_SECTION} cannot work with parallelism.expert_parallel_degree = 1: no token leaves "
             "its rank. Give a degree above 1"
         )
-    if degree % dispatch.nodes:
+    if degree % dispatch.nodes or dispatch.nodes == degree:
         raise ValueError(
-            f"narrowcast.dispatch.nodes = {dispatch.nodes} does not divide "
-            f"parallelism.expert_parallel_degree = {degree}"
+            f"narrowcast.dispatch.nodes = {dispatch.nodes} cannot work with "
+            f"parallelism.expert_parallel_degree = {degree}: give a number that divides it and "
+            "leaves several ranks a node, or 1"
+        )
+    placement = config.narrowcast.placement
+    if placement.enable and not placement.file and dispatch.nodes not in (1, placement.nodes):
+        raise ValueError(
+            f"narrowcast.placement.nodes = {placement.nodes}, but narrowcast.dispatch.nodes = "
+            f"{dispatch.nodes}: plan for the nodes that tokens are sent to, and give both the same"
         )
     if config.compile.enable and "model" in config.compile.components:
         raise ValueError(
@@ -52,9 +59,9 @@ def check_dispatch(config: Any) -> None:
 def deduplicating(config: Any) -> Any:
     """A copy of a trainer's config whose overrides put in dispatcher and experts."""
     dispatcher, experts = OVERRIDES
+    theirs = [entry for entry in config.override.imports if entry not in OVERRIDES]
     ours = [dispatcher, (experts, {"kernels": config.narrowcast.dispatch.kernels})]
-    override = replace(config.override, imports=[*config.override.imports, *ours])
-    return replace(config, override=override)
+    return replace(config, override=replace(config.override, imports=[*theirs, *ours]))
 
 
 def set_up_dispatch(trainer: Any) -> None:
@@ -70,29 +77,37 @@ def set_up_dispatch(trainer: Any) -> None:
     if model["num_experts"] % degree:
         raise ValueError(
             f"{_SECTION} cannot work with {model['num_experts']} experts and "
-            f"parallelism.expert_parallel_degree = {degree}, which does not divide them"
+            f"parallelism.expert_parallel_degree = {degree}: give a degree that divides the experts"
         )
     if nodes > 1:
         levels = two_levels(trainer.parallel_dims.get_mesh("ep").get_group(), nodes)
-    for name, moe in _moe_layers(trainer).items():
-        experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
-        known = {
-            experts: (DeduplicatedExperts, "GroupedExperts (SwiGLU, not quantized)"),
-            dispatcher: (
-                DeduplicatingTokenDispatcher,
-                'AllToAllTokenDispatcher (moe_comm_backend "standard")',
-            ),
-        }
-        for module, (ours, theirs) in known.items():
-            if not isinstance(module, ours):
-                raise ValueError(
-                    f"{_SECTION} cannot work here: {name} has a {type(module).__name__}, and "
-                    f"deduplication works with torchtitan's {theirs} alone"
-                )
+    # Stages of a pipeline have layers of their own, and all are to hear of it.
+    if others := [message for messages in gathered(_others(trainer)) for message in messages]:
+        raise ValueError(f"{_SECTION} cannot work here: {others[0]}")
+    for moe in _moe_layers(trainer).values():
+        dispatcher = moe.routed_experts.token_dispatcher
         if levels is not None:
             dispatcher.levels = levels
         if moe.shared_experts is not None:
             dispatcher.hooks.meanwhile = shared_experts_meanwhile(moe)
+
+
+def _others(trainer: Any) -> list[str]:
+    """What is said of layers whose dispatcher or experts are not ours."""
+    messages = []
+    for name, moe in _moe_layers(trainer).items():
+        experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
+        if not isinstance(experts, DeduplicatedExperts):
+            messages.append(
+                f"the experts of {name} are {type(experts).__name__}, not torchtitan's own "
+                "GroupedExperts (SwiGLU, not quantized). Take these, or deduplicate = false"
+            )
+        if not isinstance(dispatcher, DeduplicatingTokenDispatcher):
+            messages.append(
+                f"the dispatcher of {name} is {type(dispatcher).__name__}, not torchtitan's "
+                'AllToAllTokenDispatcher: take moe_comm_backend "standard", or deduplicate = false'
+            )
+    return messages
 
 
 def count_dispatch(trainer: Any, ledger: Ledger) -> None:

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.volume import Ledger, reduce_over_ranks
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.test_placement import (
@@ -26,6 +29,7 @@ from tests.torchtitan_ext.test_placement import (
     _toml,
 )
 from tests.torchtitan_ext.tiny import Trained, build, train
+from torchtitan_ext.dispatching import count_dispatch, set_up_dispatch
 from torchtitan_ext.private import moe_layers
 
 DEDUPLICATED = ("--narrowcast.dispatch.deduplicate",)
@@ -208,17 +212,54 @@ def test_a_checkpoint_resumes_in_torchtitan_itself(ranks, folder: Path) -> None:
 
 def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) -> None:
     assert "expert_parallel_degree = 1" in _refusal(ranks(2), folder)
-    assert "nodes = 3 does not divide" in _refusal(
-        ranks(2), folder, *EP2, "--narrowcast.dispatch.nodes", "3"
-    )
+    nodes = (*EP2, "--narrowcast.dispatch.nodes")
+    for number in "23":
+        refused = f"nodes = {number} cannot work with parallelism.expert_parallel_degree = 2"
+        assert refused in _refusal(ranks(2), folder, *nodes, number)
+    planned = ("--narrowcast.placement.after_steps", "1", "--narrowcast.placement.nodes", "4")
+    refusal = _refusal(ranks(2), folder, *EP4, "--narrowcast.dispatch.nodes", "2", *planned)
+    assert "narrowcast.placement.nodes = 4, but narrowcast.dispatch.nodes = 2" in refusal
     assert "compile.enable = true" in _refusal(ranks(2), folder, *EP2, "--compile.enable")
     assert "needs a CUDA device" in _refusal(
         ranks(2), folder, *EP2, "--narrowcast.dispatch.kernels", "triton"
     )
     other = _refusal(ranks(2), folder, *EP2, config="other_experts")
-    assert "layers.0.moe has a OtherExperts" in other
+    assert "the experts of layers.0.moe are OtherExperts" in other
     fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
-    assert f"'{fused}' and " in _refusal(ranks(2), folder, *EP2, "--override.imports", fused)
+    ours = "torchtitan_ext.deduplicated_dispatch.experts"
+    # Listed by hand as well, it is not listed twice.
+    both = ("--override.imports", f"{fused},{ours}")
+    assert f"'{fused}' and '{ours}' both claim" in _refusal(ranks(2), folder, *EP2, *both)
+
+
+def test_a_pipeline_stage_without_moe_layers_takes_part_in_what_all_ranks_do(
+    ranks, folder: Path
+) -> None:
+    """torchtitan's pipelines do not run on this torch: a stage is stood in for."""
+    scalars = ranks(2).run(_set_up_stages, _toml(folder, "stages"), *EP2, *DEDUPLICATED)
+    assert scalars[0] == scalars[1]
+    assert scalars[0]["narrowcast/rows_per_token/layers.1.moe"] == 1.5
+
+
+def _set_up_stages(toml: str, *flags: str) -> dict[str, float]:
+    """The second rank has no MoE layers; the first one's dispatch 2 tokens as 3 rows."""
+
+    def both(trainer: Any) -> None:
+        rank = dist.get_rank()
+        parts = trainer.model_parts if rank == 0 else [torch.nn.Linear(1, 1)]
+        dims = trainer.parallel_dims
+        stage = SimpleNamespace(model_parts=parts, parallel_dims=dims, config=trainer.config)
+        set_up_dispatch(stage)
+        ledger = Ledger()
+        count_dispatch(stage, ledger)
+        if rank == 0:
+            tokens = ledger.current.tokens["layers.1.moe"]
+            tokens.tokens, tokens.assignments, tokens.rank_rows = 2, 8, 3
+        scalars.update(reduce_over_ranks(ledger.current, torch.device("cpu")).scalars())
+
+    scalars: dict[str, float] = {}
+    build(toml, *flags, then=both)
+    return scalars
 
 
 def _refusal(ranks: Ranks, folder: Path, *flags: str, config: str = "top4") -> str:

@@ -236,10 +236,11 @@ def norms(toml: str, max_norm: float, *flags: str) -> tuple[float, float]:
         return logged, square.sqrt().item() / (max_norm / (logged + 1e-6))
 
 
-def build(toml: str, *flags: str) -> None:
+def build(toml: str, *flags: str, then: Callable[[Any], None] | None = None) -> None:
     """Makes a trainer, and closes it."""
-    with _trainer(toml, *flags):
-        pass
+    with _trainer(toml, *flags) as trainer:
+        if then is not None:
+            then(trainer)
 
 
 def _report(trainer: Any) -> Trained:

@@ -53,7 +53,16 @@ def swiglu_experts(
         x_SD: (S, D) rows that arrived, bf16 (or what the weights are in).
         rows: which experts they go to.
         w1_eFD, w2_eDF, w3_eFD: weights of the e local experts; w1 is the gate.
+
+    Raises:
+        ValueError: D or F are widths that the grouped product does not take.
     """
+    multiple = 16 // w1_eFD.element_size()
+    if any(width % multiple for width in w1_eFD.shape[1:]):
+        raise ValueError(
+            f"w1 has shape {tuple(w1_eFD.shape)}: torch's grouped product in {w1_eFD.dtype} takes "
+            f"rows of 16 bytes and multiples of them: pad D and F to multiples of {multiple}"
+        )
     x_ND = scatter(x_SD, rows.brim)
     gate_NF = grouped_mm(x_ND, w1_eFD, rows.offsets_e)
     up_NF = grouped_mm(x_ND, w3_eFD, rows.offsets_e)
