@@ -98,3 +98,13 @@ def test_experts_without_rows_have_zero_gradients() -> None:
     for name in ("w1", "w2", "w3"):
         has_rows = gradients[name].flatten(1).ne(0).any(dim=1)
         assert has_rows.tolist() == [False, True, False, False, True, False]
+
+
+def test_widths_that_the_grouped_product_does_not_take_are_named() -> None:
+    x_SD, w1_eFD, w2_eDF = torch.ones(2, 8), torch.ones(1, 12, 8), torch.ones(1, 8, 12)
+    assigned = assign(torch.zeros(2, 1, dtype=torch.long), 1)
+    rows = ExpertRows(build_brim(assigned, 2), assigned.counts_B.int(), torch.ones(2, 1))
+    half = [tensor.bfloat16() for tensor in (x_SD, w1_eFD, w2_eDF, w1_eFD)]
+    with pytest.raises(ValueError, match=r"\(1, 12, 8\).* multiples of 8"):
+        swiglu_experts(half[0], rows, *half[1:])
+    assert swiglu_experts(x_SD, rows, w1_eFD, w2_eDF, w1_eFD).shape == (2, 8)
