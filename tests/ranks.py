@@ -92,7 +92,9 @@ def _share_subgroups() -> dict[tuple, Any]:
     made: dict[tuple, Any] = {}
     new_group = dist.new_group
 
-    def shared_group(ranks: list[int], **kwargs: Any) -> Any:
+    def shared_group(ranks: list[int] | None = None, **kwargs: Any) -> Any:
+        if ranks is None:  # of all, for its maker alone
+            return new_group(**kwargs)
         key = (tuple(ranks), kwargs.get("backend"), kwargs.get("group_desc"))
         if key not in made:
             made[key] = new_group(ranks, **kwargs)

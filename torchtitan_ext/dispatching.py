@@ -31,11 +31,11 @@ def check_dispatch(config: Any) -> None:
             f"{_SECTION} cannot work with parallelism.expert_parallel_degree = 1: no token leaves "
             "its rank. Give a degree above 1"
         )
-    if degree % dispatch.nodes or dispatch.nodes == degree:
+    if degree % dispatch.nodes:
         raise ValueError(
             f"narrowcast.dispatch.nodes = {dispatch.nodes} cannot work with "
-            f"parallelism.expert_parallel_degree = {degree}: give a number that divides it and "
-            "leaves several ranks a node, or 1"
+            f"parallelism.expert_parallel_degree = {degree}: give a number of nodes "
+            "that divides it"
         )
     placement = config.narrowcast.placement
     if placement.enable and not placement.file and dispatch.nodes not in (1, placement.nodes):

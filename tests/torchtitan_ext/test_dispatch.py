@@ -79,7 +79,8 @@ def test_training_is_that_of_torchtitan_but_for_the_order_of_sums(
         for name in ("once", "again")
     )
     _assert_close(once, plain)
-    assert once[0].losses != plain[0].losses  # it was on
+    is_on = [any("rows_removed" in name for name in run[0].metrics[0]) for run in (once, plain)]
+    assert is_on == [True, False]
     _assert_equal(once, again)
 
 
@@ -213,9 +214,8 @@ def test_a_checkpoint_resumes_in_torchtitan_itself(ranks, folder: Path) -> None:
 def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) -> None:
     assert "expert_parallel_degree = 1" in _refusal(ranks(2), folder)
     nodes = (*EP2, "--narrowcast.dispatch.nodes")
-    for number in "23":
-        refused = f"nodes = {number} cannot work with parallelism.expert_parallel_degree = 2"
-        assert refused in _refusal(ranks(2), folder, *nodes, number)
+    refused = "nodes = 3 cannot work with parallelism.expert_parallel_degree = 2"
+    assert refused in _refusal(ranks(2), folder, *nodes, "3")
     planned = ("--narrowcast.placement.after_steps", "1", "--narrowcast.placement.nodes", "4")
     refusal = _refusal(ranks(2), folder, *EP4, "--narrowcast.dispatch.nodes", "2", *planned)
     assert "narrowcast.placement.nodes = 4, but narrowcast.dispatch.nodes = 2" in refusal

@@ -298,6 +298,19 @@ def _parse_docstrings_once() -> None:
     _ClassTokenization.make = staticmethod(functools.cache(_ClassTokenization.make))
 
 
+_last_job: list[object] = []
+
+
+def _forget_other_jobs(base: str, flags: tuple[str, ...]) -> None:
+    """What DTensor keeps for the same meshes does not tell all jobs apart (k of top-k, for one)."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    job = (base, [flag for flag in flags if not flag.startswith("--narrowcast")])
+    if _last_job != [job]:
+        _clear_sharding_prop_cache()
+        _last_job[:] = [job]
+
+
 @contextlib.contextmanager
 def _trainer(toml: str, *flags: str, cls: type | None = None) -> Iterator[Any]:
     from torchtitan_ext import compat, cpu
@@ -307,6 +320,7 @@ def _trainer(toml: str, *flags: str, cls: type | None = None) -> Iterator[Any]:
     from torchtitan.config import ConfigManager
 
     _parse_docstrings_once()
+    _forget_other_jobs(Path(toml).read_text().split("[dataloader]")[0].split("[base]")[1], flags)
     arguments = ["--module", "torchtitan_ext", "--config", "from_toml"]
     arguments += ["--job.config_file", toml, *flags]
     with patch.object(sys, "argv", ["train", *arguments]):
