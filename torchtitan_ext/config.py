@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 
-# narrowcast.allgather.comm.MAX_RUN_VALUES, which would take an import of torch.
+# narrowcast.allgather.runs.MAX_RUN_VALUES, which would take an import of torch.
 MAX_BLOCK_SIZE = 131072
 
 
@@ -20,12 +20,41 @@ class AllGatherConfig:
     enable: bool = False
     """Gather FSDP parameters through narrowcast's lossless coding instead of plain FSDP2."""
 
-    treatment: Literal["value", "exponent", "coded", "raw"] = "value"
+    treatment: Literal["auto", "observe", "value", "exponent", "coded", "raw"] = "auto"
     """
-    What receivers keep between gathers, and so what is left to send. "value": the values
-    (2 bytes a bf16 parameter), and the coded difference is sent. "exponent": the exponents
-    (1 byte a parameter), and sign, mantissa and the change of the exponents are sent. "coded":
-    nothing, and sign, mantissa and coded exponents are sent. "raw": nothing is coded.
+    What receivers keep between gathers, and so what is left to send. "auto": for each shard what
+    pays on this very link, within cache_budget_gib, or plain FSDP2 where nothing pays; chosen after
+    warmup_steps of plain FSDP2. "observe": plain FSDP2, and a report of what "auto" would choose.
+    "value": the values (2 bytes a bf16 parameter), and the coded difference is sent. "exponent":
+    the exponents (1 byte a parameter), and sign, mantissa and the change of the exponents are sent.
+    "coded": nothing, and sign, mantissa and coded exponents are sent. "raw": nothing is coded.
+    """
+
+    cache_budget_gib: float = field(default=4.0, metadata={"allowed": "a number of at least 0"})
+    """
+    Memory in GiB that treatment "auto" may keep on a rank. A hard limit. The table of choices says
+    what more would gain.
+    """
+
+    cache_device: Literal["device", "cpu"] = "device"
+    """
+    Where receivers keep it: in the memory of the device, or in pinned memory of the host, fetched
+    back ahead of use.
+    """
+
+    selection: Literal["exact", "ratio"] = "exact"
+    """
+    How treatment "auto" chooses under the budget. "exact": the least time of all choices, by an
+    integer program. "ratio": the rule of the CIERA paper, by gain over memory while it lasts.
+    """
+
+    warmup_steps: int = field(default=30, metadata={"allowed": "an integer of at least 3"})
+    """Steps of plain FSDP2 that treatment "auto" watches before it chooses, in 2 % of their time."""
+
+    reselect_interval: int = field(default=100, metadata={"allowed": "an integer of at least 0"})
+    """
+    Steps from one look of treatment "auto" at its choice to the next. A treatment is changed where
+    that gains more until the next look than the cold cache costs. 0 means never.
     """
 
     exponent_exchange: Literal["difference", "blocks"] = "difference"
@@ -69,7 +98,17 @@ class AllGatherConfig:
             block_size=_is_int(self.block_size, at_least=1) and self.block_size <= MAX_BLOCK_SIZE,
             verify_interval=_is_int(self.verify_interval, at_least=0),
             parameters=_is_patterns(self.parameters),
+            cache_budget_gib=_is_number(self.cache_budget_gib) and self.cache_budget_gib >= 0,
+            warmup_steps=_is_int(self.warmup_steps, at_least=3),
+            reselect_interval=_is_int(self.reselect_interval, at_least=0),
         )
+        for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value != default and self.treatment not in ("auto", "observe"):
+                raise ValueError(
+                    f"narrowcast.all_gather.{name} = {value!r}: works with treatment = "
+                    f'"auto" or "observe", not "{self.treatment}"'
+                )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -39,14 +39,17 @@ KINDS = ("all_gather", "reduce_scatter")
 
 @dataclass
 class Stopwatch:
-    """Seconds by kind of collective: of the step under way, and of every whole one."""
+    """Seconds by kind of collective, and of all: of the step under way, and of every whole one."""
 
     current: Counter[str] = field(default_factory=Counter)
     steps: list[Counter[str]] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
 
     def end_step(self) -> None:
+        now = time.perf_counter()
+        self.current["step"] = now - self.started
         self.steps.append(self.current)
-        self.current = Counter()
+        self.current, self.started = Counter(), now
 
     def timed(self, kind: str, call: Callable) -> Callable:
         """``call``, timed from when all ranks have come to it until it is done."""
@@ -78,18 +81,24 @@ class TimedCollective:
         return self.call(*args, **kwargs)
 
 
-def measure(flags: list[str]) -> tuple[list[Counter[str]], int]:
+def measure(
+    flags: list[str], on_trained: Callable[[Any], None] | None = None
+) -> tuple[list[Counter[str]], int]:
     """Trains the job of these flags of ``torchtitan_ext.train``, volume not counted.
 
+    Args:
+        on_trained: is called with the trainer, after its last step.
+
     Returns:
-        Of every step, the seconds of the slowest rank by kind; and the parameters of the largest
-        group.
+        Of every step, the seconds of the slowest rank by kind, and of the whole ``step``; and the
+        parameters of the largest group.
     """
     import torch
     import torch.distributed as dist
 
     from narrowcast.torch_internals import param_groups
 
+    names = (*KINDS, "step")
     watch = Stopwatch()
     with _trainer([*flags, "--narrowcast.volume.no-enable"]) as trainer:
         groups = param_groups(*trainer.model_parts)
@@ -102,14 +111,19 @@ def measure(flags: list[str]) -> tuple[list[Counter[str]], int]:
         trainer.optimizers.register_step_post_hook(lambda *_: watch.end_step())
         largest = max(sum(group.numels) * group.process_group.size() for group in groups)
         trainer.train()
-        seconds = torch.tensor([[step[kind] for kind in KINDS] for step in watch.steps])
+        seconds = torch.tensor([[step[name] for name in names] for step in watch.steps])
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return [Counter(dict(zip(KINDS, step, strict=True))) for step in seconds.tolist()], largest
+        if on_trained is not None:
+            on_trained(trainer)
+    return [Counter(dict(zip(names, step, strict=True))) for step in seconds.tolist()], largest
 
 
 def table(seconds: dict[str, list[Counter[str]]]) -> str:
     """The seconds a step of each variant, and their ratios to the first two."""
-    totals = {name: [sum(step.values()) for step in steps] for name, steps in seconds.items()}
+    totals = {
+        name: [sum(step[kind] for kind in KINDS) for step in steps]
+        for name, steps in seconds.items()
+    }
     medians = {name: statistics.median(total) for name, total in totals.items()}
     lines = [f"{'':40}{'all-gather':>12}{'reduce-scatter':>16}{'all':>8}{'(min to max)':>18}"]
     lines[0] += "".join(f"{f'/ row {row}':>9}" for row, _ in enumerate(BASELINES, start=1))

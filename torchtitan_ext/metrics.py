@@ -6,6 +6,7 @@ import torch
 import torchtitan.tools.utils as titan_utils
 from torchtitan.tools.logging import logger
 
+from narrowcast.allgather.controller import Controller
 from narrowcast.volume import COLLECTIVES, SHARD_TYPES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
 
@@ -46,6 +47,16 @@ def layout() -> dict[str, dict[str, list]]:
                 "bytes that the worst rank sends a step": "worst_rank_bytes",
             }.items()
         },
+        "Selection of treatments": {
+            "share of parameters by treatment": lines(
+                *(f"selection/share/{t}" for t in ("value", "exponent", "coded", "raw"))
+            ),
+            "seconds of a step's gathers: plain and as chosen, predicted": lines(
+                "selection/plain_seconds", "selection/predicted_seconds"
+            ),
+            "memory of caches": lines("selection/cache_bytes", "kept_bytes"),
+            "shards changed since the first choice": lines("selection/changed_shards"),
+        },
         "Changes since the last step": {
             "share of changed exponents": by_shard_type("changed_exponents"),
             "share of changed blocks": by_shard_type("changed_blocks"),
@@ -55,9 +66,11 @@ def layout() -> dict[str, dict[str, list]]:
 
 
 class MetricsPlugin:
-    """Mixed into torchtitan's metrics processor: adds the last step of `ledger` to what it logs."""
+    """Mixed into torchtitan's metrics processor: adds the last step of `ledger`, and what
+    `selection` has chosen, to what it logs."""
 
     ledger: Ledger | None = None
+    selection: Controller | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -77,6 +90,8 @@ class MetricsPlugin:
         if self.ledger is not None and self.ledger.last is not None:
             volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
+        if self.selection is not None:
+            extra_metrics = {**(extra_metrics or {}), **self.selection.scalars()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if volume is not None:
             logger.info(_console_line(step, volume))

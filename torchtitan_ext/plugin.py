@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,8 +56,13 @@ class TrainerPlugin:
             self._traced = TraceRun(self)
         if switches.all_gather.enable:
             self.narrowed = _install(
-                narrow_all_gather, config, "all_gather", self.model_parts, self.optimizers
+                functools.partial(narrow_all_gather, report=Path(config.dump_folder) / "selection"),
+                config,
+                "all_gather",
+                self.model_parts,
+                self.optimizers,
             )
+            self.metrics_processor.selection = self.narrowed.selection
         if switches.reduce_scatter.enable:
             self.narrowed_gradients = _install(
                 narrow_reduce_scatter, config, "reduce_scatter", self.model_parts, self.optimizers
@@ -76,6 +82,8 @@ class TrainerPlugin:
 
     def train_step(self, data_iterator: Any) -> None:
         """A step of training, watched where a trace or a placement is to come of it."""
+        if self.narrowed is not None and self.narrowed.selection is not None:
+            self.narrowed.selection.step = self.step - 1
         runs = [run for run in (self.placed, self._traced) if run is not None]
         with contextlib.ExitStack() as stack:
             for run in runs:

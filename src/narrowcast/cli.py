@@ -1,6 +1,8 @@
-"""The command `narrowcast`: looks at routing traces; plans and judges placements of experts."""
+"""The command `narrowcast`: looks at routing traces; plans and judges placements of experts; finds
+out what pays for a training job."""
 
 import argparse
+import importlib.util
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -32,8 +34,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0, or 2 after an error, of which one line on stderr tells.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, flags = parser.parse_known_args(argv)
+    if arguments.run is not _profile and flags:
+        parser.error(f"unrecognized arguments: {' '.join(flags)}")
     try:
+        if arguments.run is _profile:
+            return _profile(arguments, flags)
         arguments.run(arguments)
     except (OSError, ValueError, ImportError) as error:
         print(f"narrowcast: {' '.join(str(error).split())}", file=sys.stderr)
@@ -44,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="narrowcast",
-        description="Routing traces, and placements of experts planned from them.",
+        description="Routing traces, placements of experts, and what pays for a training job.",
     )
-    nouns = parser.add_subparsers(required=True, metavar="{trace,placement}")
+    nouns = parser.add_subparsers(required=True, metavar="{trace,placement,profile}")
     trace = nouns.add_parser("trace", help="look at routing traces")
     trace_verbs = trace.add_subparsers(required=True, metavar="{show}")
 
@@ -82,7 +89,34 @@ def _parser() -> argparse.ArgumentParser:
     judge.add_argument("placement", type=Path, metavar="PLACEMENT")
     judge.add_argument("--heatmap", type=Path, metavar="FILE.png", help="draw co-selections")
     judge.add_argument("--layer", metavar="NAME", help="to draw; by default the first")
+
+    profile = nouns.add_parser(
+        "profile",
+        allow_abbrev=False,
+        help="train a job for some steps, and find out what pays",
+        description="All other flags are torchtitan's. Within torchrun this is one of its ranks.",
+    )
+    profile.set_defaults(run=_profile)
+    profile.add_argument("--job.config_file", required=True, metavar="FILE.toml", dest="file")
+    profile.add_argument(
+        "--ranks", type=int, metavar="N", help="of this machine; by default its accelerators"
+    )
+    profile.add_argument("--profile.steps", metavar="N", dest="steps", help="to train (40)")
     return parser
+
+
+def _profile(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
+    for name in ("torchtitan", "torchtitan_ext"):
+        if importlib.util.find_spec(name) is None:
+            raise ImportError(
+                f"profile trains a job by {name}, which is not installed: pip install narrowcast"
+            )
+    from torchtitan_ext import profile
+
+    ours = ["--job.config_file", arguments.file]
+    if arguments.steps is not None:
+        ours += ["--profile.steps", arguments.steps]
+    return profile.launch(arguments.ranks, [*ours, *flags])
 
 
 def _show_trace(arguments: argparse.Namespace) -> None:

@@ -104,6 +104,13 @@ class ParamGroup:
         return [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
 
     @torch.no_grad()
+    def piece(self, index: int, start: int, stop: int) -> Tensor:
+        """Values ``start`` to ``stop`` of the padded shard of parameter ``index``, as they will be
+        gathered: a fresh copy."""
+        data = self._group.fsdp_params[index]._sharded_param_data[start:stop]
+        return data.to(device=self.device, dtype=self.params[index].dtype, copy=True)
+
+    @torch.no_grad()
     def shard(self) -> Tensor:
         """This rank's padded shards as they will be gathered: cast, flat, uint8, a fresh copy."""
         pieces = [

@@ -274,6 +274,8 @@ class Ledger:
         current, last: the step that is being counted, and the last whole one.
         steps: whole steps counted.
         moe_layers: whose deduplicated tokens are counted; the same on every rank.
+        on_gradients: is called with a parameter group and this rank's contributions to its
+            gradients, (W, n), before they are reduced.
     """
 
     def __init__(self) -> None:
@@ -281,6 +283,7 @@ class Ledger:
         self.moe_layers: tuple[str, ...] = ()
         self.last: StepVolume | None = None
         self.steps = 0
+        self.on_gradients: Callable[[ParamGroup, Tensor], None] | None = None
         self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
         self._holds = 0
@@ -293,7 +296,7 @@ class Ledger:
         for group in groups:
             if ledger_of(group) is None:
                 group.all_gather = CountedAllGather(group, group.all_gather, self)
-                group.reduce_scatter = CountedReduceScatter(group.reduce_scatter, self)
+                group.reduce_scatter = CountedReduceScatter(group, group.reduce_scatter, self)
                 self._groups.append(group)
         if optimizer is not None and self._hook is None:
             self._hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
@@ -379,6 +382,10 @@ class Ledger:
             step.changes[kind] = step.changes.get(kind, Changes()) + counted
         self._gathered.add(group)
 
+    def show_gradients(self, group: ParamGroup, rows_WN: Tensor) -> None:
+        if self.on_gradients is not None:
+            self.on_gradients(group, rows_WN)
+
     def record_reduction(
         self, parameters: int, sent_bytes: int, examined: int = 0, zeros: int = 0
     ) -> None:
@@ -427,6 +434,7 @@ class CountedAllGather(AllGather):
 class CountedReduceScatter(ReduceScatter):
     """A parameter group's own reduce-scatter, counted."""
 
+    group: ParamGroup
     inner: ReduceScatter
     ledger: Ledger
 
@@ -441,6 +449,7 @@ class CountedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        self.ledger.show_gradients(self.group, input_tensor.view(group.size(), -1))
         num_values = (group.size() - 1) * output_tensor.numel()
         sent_bytes = num_values * output_tensor.element_size()
         self.ledger.add("reduce_scatter", sent_bytes)

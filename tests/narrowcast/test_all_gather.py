@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from narrowcast.allgather import comm
+from narrowcast.allgather import runs
 from narrowcast.allgather.codec import Scheme
 from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
 from tests.ranks import Ranks
@@ -95,7 +95,7 @@ def test_per_block_inductor_trains_as_plain(ranks) -> None:
 
 
 def _differing_in_short_runs(setup: Setup, treatments: dict[str, dict]) -> list[str]:
-    with patch.object(comm, "MAX_RUN_VALUES", 100):
+    with patch.object(runs, "MAX_RUN_VALUES", 100):
         return _differing(setup, treatments)
 
 
@@ -108,12 +108,12 @@ def test_runs_cover_a_shard_and_hold_whole_blocks() -> None:
     scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("raw")
     params = [("a", 300_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
     params += [("d", 9, torch.int64), ("e", 5, torch.float32)]
-    runs = comm.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
-    assert [run.start for run in runs[1:]] == [run.stop for run in runs[:-1]]
-    assert runs[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
-    assert [run.num_values for run in runs] == [129_000, 129_000, 42_008, 72, 5]
+    cut = runs.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
+    assert [run.start for run in cut[1:]] == [run.stop for run in cut[:-1]]
+    assert cut[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
+    assert [run.num_values for run in cut] == [129_000, 129_000, 42_008, 72, 5]
     values = Counter()
-    for run in runs:
+    for run in cut:
         assert sum(size for _, size in run.params) == run.num_values
         values.update(dict(run.params))
     assert values == {"a": 300_001, "c": 7, "d": 72, "e": 5}

@@ -166,7 +166,7 @@ def test_settings_that_differ_by_rank_are_an_error(ranks) -> None:
 
 def _narrow_with_a_wrong_argument_on_one_rank() -> None:
     model, optimizer = build(Setup())
-    narrow_all_gather(model, optimizer, block_size=0 if _is_culprit() else 512)
+    narrow_all_gather(model, optimizer, treatment="value", block_size=0 if _is_culprit() else 512)
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
@@ -195,7 +195,7 @@ def test_reset_on_every_rank_mends_a_dropped_cache(ranks) -> None:
 
 
 WRONG_ARGUMENTS = {
-    "treatment": ("values", "'value', 'exponent', 'coded', 'raw'"),
+    "treatment": ("values", "'auto', 'observe', 'value', 'exponent', 'coded', 'raw'"),
     "exponent_exchange": ("block", "'difference', 'blocks'"),
     "block_check": ("sha", "'compare', 'hash'"),
     "block_size": (0, "1 to 131072"),
@@ -204,6 +204,11 @@ WRONG_ARGUMENTS = {
     "coder": ("ans", "'auto', 'zstd'"),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
+    "cache_budget_gib": (-0.5, "a number of at least 0"),
+    "cache_device": ("gpu", "'device', 'cpu'"),
+    "selection": ("greedy", "'exact', 'ratio'"),
+    "warmup_steps": (2, "3 and more"),
+    "reselect_interval": (-1, "0 (never) and more"),
     "parameters": (["*.no_such.*"], "none of the model's parameters"),
 }
 
@@ -212,7 +217,7 @@ def _wrong_argument(name: str, value: object) -> str:
     model, optimizer = build(Setup())
     with pytest.raises(ValueError, match=name) as error:
         narrow_all_gather(model, **{"optimizer": optimizer, name: value})
-    narrow_all_gather(model, optimizer).remove()  # nothing was left half done
+    narrow_all_gather(model, optimizer, treatment="value").remove()  # nothing was left half done
     return str(error.value)
 
 
@@ -237,9 +242,9 @@ def test_what_is_no_model_is_refused(model: object) -> None:
 
 def _narrow_twice() -> None:
     model, optimizer = build(Setup())
-    handle = narrow_all_gather(model, optimizer)
+    handle = narrow_all_gather(model, optimizer, treatment="value")
     try:
-        narrow_all_gather(model, optimizer)
+        narrow_all_gather(model, optimizer, treatment="value")
     finally:
         handle.remove()
 
@@ -252,9 +257,9 @@ def test_narrowing_twice_is_refused(ranks) -> None:
 
 def _removed_twice() -> tuple[bool, int]:
     model, optimizer = build(Setup())
-    old = narrow_all_gather(model, optimizer)
+    old = narrow_all_gather(model, optimizer, treatment="value")
     old.remove()
-    new = narrow_all_gather(model, optimizer)
+    new = narrow_all_gather(model, optimizer, treatment="value")
     old.remove()
     old.refresh()
     narrowed = all(type(group.all_gather) is NarrowAllGather for group in param_groups(model))

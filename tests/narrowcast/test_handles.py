@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from narrowcast.volume import StepVolume, reduce_over_ranks
 from tests.narrowcast.training import Setup, build, narrowed, train
 
 STEP = Setup(steps=1)
-BOTH = (narrow_all_gather, narrow_reduce_scatter)
+BOTH = (partial(narrow_all_gather, treatment="value"), narrow_reduce_scatter)
 Handle = NarrowedModel | NarrowedGradients
 
 

@@ -381,7 +381,7 @@ def test_the_reference_page_shows_the_sections_as_they_are():
 
 
 def test_the_largest_block_is_the_librarys_largest_run():
-    from narrowcast.allgather.comm import MAX_RUN_VALUES
+    from narrowcast.allgather.runs import MAX_RUN_VALUES
     from torchtitan_ext.config import MAX_BLOCK_SIZE
 
     assert MAX_BLOCK_SIZE == MAX_RUN_VALUES

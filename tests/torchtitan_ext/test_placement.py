@@ -23,7 +23,10 @@ EP4 = ("--parallelism.expert_parallel_degree", "4")
 ACCUMULATED = ("--training.global_batch_size", "4")
 UNCLIPPED = ("--training.max_norm", "1e9")
 ENOUGH = ("--training.local_batch_size", "16")  # for a plan of one step
-NARROWED = ("--narrowcast.all_gather.enable", "--narrowcast.reduce_scatter.enable")
+NARROWED = (
+    *("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value"),
+    "--narrowcast.reduce_scatter.enable",
+)
 LAYERS = {
     "top4": ("layers.0.moe", "layers.1.moe"),
     "deepseek": ("layers.1.moe", "layers.2.moe"),

@@ -1,10 +1,12 @@
 """Narrows the parameter all-gathers of a model that ``fully_shard`` has sharded."""
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatch
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import nn
@@ -14,8 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
-from narrowcast.allgather.comm import MAX_RUN_VALUES, NarrowAllGather
+from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.controller import Controller, Rules, Strategy
 from narrowcast.allgather.exchange import largest_sizes
+from narrowcast.allgather.observation import Observer
+from narrowcast.allgather.offload import Foresight, host_copies
+from narrowcast.allgather.runs import MAX_RUN_VALUES
 from narrowcast.torch_internals import ParamGroup, is_default
 from narrowcast.volume import (
     CountedModel,
@@ -28,10 +34,15 @@ from narrowcast.volume import (
 logger = logging.getLogger(__name__)
 
 
+Selection = Literal["auto", "observe"]
+CacheDevice = Literal["device", "cpu"]
+
+
 class NarrowedModel:
     """What ``narrow_all_gather`` returns.
 
     Attributes:
+        selection: chooses treatments; ``None`` where the caller gave one.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
             call ``ledger.end_step()`` yourself.
@@ -42,13 +53,14 @@ class NarrowedModel:
         comms: list[NarrowAllGather],
         optimizer: Optimizer | None,
         counted: CountedModel | None,
+        selection: Controller | None,
     ) -> None:
+        self.selection = selection
         self.ledger = counted.ledger if counted else None
         self._counted = counted
         self._comms = comms
-        self._replaced = [comm.group.all_gather for comm in comms]
         for comm in comms:
-            comm.group.all_gather = comm
+            comm.plain, comm.group.all_gather = comm.group.all_gather, comm
         self._hook: RemovableHandle | None = None
         if optimizer is not None:
             self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
@@ -56,6 +68,9 @@ class NarrowedModel:
     def _after_step(self) -> None:
         if self.ledger is not None and self.ledger.last is not None:
             self.ledger.last.kept_bytes = self.kept_bytes
+        if self.selection is not None:
+            with self.ledger.extra() if self.ledger else nullcontext():
+                self.selection.after_step()
         self.refresh()
 
     def refresh(self) -> None:
@@ -67,9 +82,13 @@ class NarrowedModel:
         """
         by_process_group: dict[dist.ProcessGroup, list[NarrowAllGather]] = {}
         for comm in self._comms:
-            by_process_group.setdefault(comm.group.process_group, []).append(comm)
+            if comm.schemes is not None:
+                by_process_group.setdefault(comm.group.process_group, []).append(comm)
         for process_group, comms in by_process_group.items():
-            states = [comm.prepare() for comm in comms]
+            states = [
+                comm.prepare(following)
+                for comm, following in zip(comms, [*comms[1:], None], strict=True)
+            ]
             sizes = [state.prepared_size for state in states]
             with self.ledger.named() if self.ledger else nullcontext():
                 largest = largest_sizes(sizes, process_group, comms[0].group.device)
@@ -93,11 +112,12 @@ class NarrowedModel:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
         if self._hook is not None:
             self._hook.remove()
-        for comm, replaced in zip(self._comms, self._replaced, strict=True):
-            comm.group.all_gather = replaced
+        if self.selection is not None and self.ledger is not None:
+            self.ledger.on_gradients = None
+        for comm in self._comms:
+            comm.group.all_gather = comm.plain
         self.reset()
-        # A second call must not touch the model, which may have been narrowed again.
-        self._comms, self._replaced = [], []
+        self._comms = []  # a second call must not touch the model, which may be narrowed again
         if self._counted is not None:
             self._counted.remove()
 
@@ -106,18 +126,25 @@ def narrow_all_gather(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    treatment: Treatment = "value",
+    treatment: Treatment | Selection = "auto",
     exponent_exchange: ExponentExchange = "difference",
     block_size: int = 512,
     block_check: BlockCheck = "compare",
     coder: str = "auto",
     verify_interval: int = 0,
     parameters: Sequence[str] = ("*",),
+    cache_budget_gib: float = 4.0,
+    cache_device: CacheDevice = "device",
+    selection: Strategy = "exact",
+    warmup_steps: int = 30,
+    reselect_interval: int = 100,
+    report: str | Path | None = None,
     volume: bool = True,
 ) -> NarrowedModel:
     """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
 
-    Call it on every rank, after ``fully_shard`` and before or between training steps.
+    Call it on every rank, after ``fully_shard`` and before or between training steps. With
+    ``treatment = "auto"`` that is every rank of the job, and all take their steps together.
 
     Args:
         model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
@@ -126,7 +153,8 @@ def narrow_all_gather(
             second round, and steps of the ledger end by ``ledger.end_step()``.
         treatment: what every receiver keeps of a shard, hence what need not be sent: ``value`` (as
             much memory as the gathered parameters), ``exponent`` (a byte a parameter), ``coded``
-            (nothing), or ``raw``, which sends all.
+            (nothing), or ``raw``, which sends all. ``auto`` gives each shard the one that pays on
+            this link, or leaves it to plain FSDP2; ``observe`` only reports what that would be.
         exponent_exchange: of ``exponent``: the coded ``difference`` of exponents, or the exponents
             of changed ``blocks``, as in the CIERA paper.
         block_size: values a block.
@@ -136,6 +164,13 @@ def narrow_all_gather(
         verify_interval: every how many gathers of a parameter group all ranks compare checksums of
             what was rebuilt; 0: never.
         parameters: patterns (``fnmatch``) of the names of the parameters to treat; others go raw.
+        cache_budget_gib: of ``auto``: memory in GiB that a rank may keep; a hard limit.
+        cache_device: where it is kept: on the ``device``, or in pinned memory of the ``cpu``.
+        selection: of ``auto``: the ``exact`` choice under the budget, or the paper's: by ``ratio``
+            of gain to memory.
+        warmup_steps: of ``auto``: steps of plain FSDP2 that are watched before the choice.
+        reselect_interval: of ``auto``: steps from one look at the choice to the next; 0: none.
+        report: folder for what ``auto`` and ``observe`` measured and chose, as tables and JSON.
         volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
 
     Raises:
@@ -151,6 +186,11 @@ def narrow_all_gather(
         "coder": coder,
         "verify_interval": verify_interval,
         "parameters": list(parameters) if isinstance(parameters, list | tuple) else parameters,
+        "cache_budget_gib": cache_budget_gib,
+        "cache_device": cache_device,
+        "selection": selection,
+        "warmup_steps": warmup_steps,
+        "reselect_interval": reselect_interval,
         "volume": volume,
     }
     error = None
@@ -161,12 +201,48 @@ def narrow_all_gather(
     check_settings(groups, settings, error)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
+    chooses = treatment in get_args(Selection)
+    copies, foresight = host_copies(groups[0].device, cache_device), Foresight()
     comms = [
-        NarrowAllGather(group, schemes, find_coder(coder), verify_interval, ledger)
+        NarrowAllGather(
+            group,
+            None if chooses else schemes,
+            find_coder(coder),
+            verify_interval,
+            ledger,
+            copies=copies,
+            foresight=foresight,
+        )
         for group in groups
         if treatment == "raw" or any(schemes[p.name].treatment != "raw" for p in group.params)
     ]
-    return NarrowedModel(comms, optimizer, counted)
+    controller = None
+    if chooses:
+        treated = {name for name, scheme in schemes.items() if scheme.treatment != "raw"}
+        with ledger.named() if ledger else nullcontext():
+            controller = Controller(
+                comms,
+                treated,
+                Observer(
+                    [comm.group for comm in comms],
+                    treated,
+                    exponent_exchange=exponent_exchange,
+                    block_size=block_size,
+                    block_check=block_check,
+                    coder=find_coder(coder),
+                ),
+                Rules(
+                    applies=treatment == "auto",
+                    cache_budget_gib=cache_budget_gib,
+                    strategy=selection,
+                    warmup_steps=warmup_steps,
+                    reselect_interval=reselect_interval,
+                    report=None if report is None else Path(report),
+                ),
+                ledger,
+                cache_device,
+            )
+    return NarrowedModel(comms, optimizer, counted, controller)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> dict[str, Scheme]:
@@ -175,15 +251,22 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     Raises:
         ValueError: a setting is not allowed, or the model has another custom all-gather.
     """
-    for name, literal in _CHOICES.items():
-        if settings[name] not in get_args(literal):
-            allowed = ", ".join(map(repr, get_args(literal)))
+    for name, choices in _CHOICES.items():
+        if settings[name] not in choices:
+            allowed = ", ".join(map(repr, choices))
             raise ValueError(f"{name} = {settings[name]!r}; allowed: {allowed}")
-    for name, least, most in (("block_size", 1, MAX_RUN_VALUES), ("verify_interval", 0, None)):
+    for name, (least, most, allowed) in _NUMBERS.items():
         value = settings[name]
         if type(value) is not int or value < least or (most is not None and value > most):
-            allowed = f"{least} to {most}" if most else f"{least} (never) and more"
             raise ValueError(f"{name} = {value!r}; allowed: {allowed}")
+    budget = settings["cache_budget_gib"]
+    if type(budget) not in (int, float) or not 0 <= budget < math.inf:
+        raise ValueError(f"cache_budget_gib = {budget!r}; allowed: a number of at least 0")
+    if settings["treatment"] in get_args(Selection) and optimizer is None:
+        raise ValueError(
+            f"treatment = {settings['treatment']!r} without an optimizer, after whose steps shards "
+            "are looked at: give narrow_all_gather the optimizer, or another treatment"
+        )
     check_volume(groups, optimizer, settings["volume"])
     find_coder(settings["coder"])
     _check_plain(groups)
@@ -200,14 +283,29 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
             f"parameters = {patterns!r} matches none of the model's parameters, such as "
             f"{names[0]!r}"
         )
-    scheme = Scheme(**{name: settings[name] for name in ("block_size", *_CHOICES)})
+    treatment = settings["treatment"]
+    scheme = Scheme(
+        "value" if treatment in get_args(Selection) else treatment,
+        settings["exponent_exchange"],
+        settings["block_size"],
+        settings["block_check"],
+    )
     return {name: scheme if name in treated else Scheme("raw") for name in names}
 
 
 _CHOICES = {
-    "treatment": Treatment,
-    "exponent_exchange": ExponentExchange,
-    "block_check": BlockCheck,
+    "treatment": (*get_args(Selection), *get_args(Treatment)),
+    "exponent_exchange": get_args(ExponentExchange),
+    "block_check": get_args(BlockCheck),
+    "cache_device": get_args(CacheDevice),
+    "selection": get_args(Strategy),
+}
+# The least and the most that is allowed, and both in words.
+_NUMBERS = {
+    "block_size": (1, MAX_RUN_VALUES, f"1 to {MAX_RUN_VALUES}"),
+    "verify_interval": (0, None, "0 (never) and more"),
+    "warmup_steps": (3, None, "3 and more"),
+    "reselect_interval": (0, None, "0 (never) and more"),
 }
 
 

@@ -11,8 +11,11 @@ rank, so that it is the same still when a later payload turns out not to decode.
 
 import hashlib
 import logging
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,71 +26,12 @@ from narrowcast.allgather import codec, wire
 from narrowcast.allgather.codec import Encoded, Form, Scheme
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import start_round
-from narrowcast.floats import FloatLayout
+from narrowcast.allgather.offload import Foresight, HostCopies, Kept
+from narrowcast.allgather.runs import Run, make_runs, recut
 from narrowcast.torch_internals import AllGather, DefaultAllocMixin, ParamGroup, WorkThatFinishes
 from narrowcast.volume import Changes, Ledger, all_reduce_bytes, count_changes, shard_type
 
 logger = logging.getLogger(__name__)
-
-_BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever go raw
-
-
-# A run of 16-bit values then makes two zstd blocks, and its temporaries stay in a CPU's cache.
-MAX_RUN_VALUES = 1 << 17
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring values of one dtype and one scheme: what is encoded together.
-
-    Attributes:
-        params: name of each parameter, and how many of its values are in this run.
-        start, stop: in bytes, within the shard of the group.
-    """
-
-    scheme: Scheme
-    layout: FloatLayout
-    params: tuple[tuple[str, int], ...]
-    start: int
-    stop: int
-
-    @property
-    def num_values(self) -> int:
-        return (self.stop - self.start) // self.layout.itemsize
-
-    def bits(self, shard_bytes: Tensor) -> Tensor:
-        """This run's values within a shard of uint8, as integers."""
-        section = shard_bytes[self.start : self.stop]
-        if section.storage_offset() % self.layout.itemsize:
-            section = section.clone()
-        return section.view(self.layout.bits)
-
-
-def make_runs(
-    params: list[tuple[str, int, torch.dtype]], schemes: dict[str, Scheme]
-) -> tuple[Run, ...]:
-    """Cuts a shard into runs. ``params``: name, number of elements and dtype, in memory order."""
-    runs: list[Run] = []
-    start = 0
-    for name, numel, dtype in params:
-        layout, scheme, left = floats.LAYOUTS.get(dtype), schemes[name], numel
-        if layout is None:
-            layout, scheme, left = _BYTES, Scheme("raw"), numel * dtype.itemsize
-        limit = max(MAX_RUN_VALUES // scheme.block_size, 1) * scheme.block_size
-        while left > 0:
-            open_run = runs[-1] if runs else None
-            if (
-                open_run is None
-                or (open_run.scheme, open_run.layout) != (scheme, layout)
-                or open_run.num_values == limit
-            ):
-                runs.append(Run(scheme, layout, (), start, start))
-            taken = min(left, limit - runs[-1].num_values)
-            start += taken * layout.itemsize
-            piece = ((name, taken),)
-            runs[-1] = replace(runs[-1], params=runs[-1].params + piece, stop=start)
-            left -= taken
-    return tuple(runs)
 
 
 @dataclass(frozen=True)
@@ -111,7 +55,7 @@ class GroupState:
 
     runs: tuple[Run, ...]
     settings: int
-    kept: list[list[Tensor | None]]
+    kept: Kept
     slot_size: int
     sequence: int = 0
     prepared: Prepared | None = None
@@ -127,12 +71,11 @@ class GroupState:
 
     @property
     def kept_bytes(self) -> int:
-        tensors = [tensor for row in self.kept for tensor in row if tensor is not None]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        return self.kept.nbytes
 
     def reset(self) -> None:
         """Drops what is kept, but not ``slot_size``, on which the ranks have agreed."""
-        self.kept = [[None] * len(self.runs) for _ in self.kept]
+        self.kept.clear()
         self.sequence, self.prepared = 0, None
 
 
@@ -142,19 +85,30 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
 
     Attributes:
         group: the parameter group.
-        schemes: by parameter name.
+        schemes: by parameter name; ``None``: the shards are gathered by ``plain``.
         verify_interval: gathers from one comparison of checksums to the next; 0: none.
         ledger: where bytes are counted, if anywhere.
+        plain: the group's own all-gather.
         states: what is kept, by process group, size and dtype (FSDP2 gathers other shards over
             smaller groups with ``reshard_after_forward`` an int).
+        gathers: how many there were of each process group (its name), number of ranks and number of
+            elements, since the owner of this object set it to zero.
+        coding_seconds: the time of encoding and decoding, likewise.
+        copies: how caches in host memory get to the device; ``None`` where they are on it.
+        foresight: fetches them ahead; the groups of a model share one.
     """
 
     group: ParamGroup
-    schemes: dict[str, Scheme]
+    schemes: dict[str, Scheme] | None
     coder: Coder
     verify_interval: int = 0
     ledger: Ledger | None = None
+    plain: AllGather | None = None
     states: dict[tuple[str, int, torch.dtype], GroupState] = field(default_factory=dict)
+    gathers: Counter[tuple[str, int, int]] = field(default_factory=Counter)
+    coding_seconds: float = 0.0
+    copies: HostCopies | None = None
+    foresight: Foresight = field(default_factory=Foresight)
 
     def __call__(
         self,
@@ -168,16 +122,22 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         Raises:
             NarrowcastError: on every rank of the group alike; with ``async_op``, from ``wait``.
         """
+        self.gathers[group.group_name, group.size(), input_tensor.numel()] += 1
+        if self.schemes is None:
+            return self.plain(output_tensor, input_tensor, group, async_op)
         shard_bytes = input_tensor.contiguous().view(torch.uint8)
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)
         state = self.state_of(group, input_tensor.numel(), input_tensor.dtype)
+        self.foresight.starts(state.kept)
         prepared, state.prepared = state.prepared, None
         if prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes):
-            prepared = self._encode(state, group, shard_bytes)
+            with self._timed():
+                prepared = self._encode(state, group, shard_bytes)
         with self._named():
             slots, work = start_round(prepared.payload, state.slot_size, group, async_op)
 
         def finish() -> None:
+            self.foresight.finishes(state.kept)
             if work is not None:
                 work.wait()
             with self._named():
@@ -188,24 +148,53 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             return None
         return WorkThatFinishes(finish)
 
-    def prepare(self) -> GroupState:
+    def treat(self, schemes: dict[str, Scheme] | None) -> None:
+        """Changes how shards are treated; every rank must, between two steps. What is kept of a
+        shard stays as far as its new treatment can use it; the next gather sends what is missing.
+        """
+        before, self.schemes = self.states, schemes
+        self.states = {}
+        self.foresight.forget()
+        if schemes is None:
+            return
+        for key, old in before.items():
+            state = self.states[key] = self._new_state(*key[1:], world_size=len(old.kept))
+            for r in range(len(old.kept)):
+                for i, to_keep in enumerate(recut(old.runs, old.kept.take(r), state.runs)):
+                    if to_keep is not None:
+                        state.kept.keep(r, i, to_keep)
+            state.sequence = old.sequence
+
+    def prepare(self, following: "NarrowAllGather | None" = None) -> GroupState:
         """Encodes the group's shard ahead of its gather, which every rank must do together.
 
         The caller sets ``slot_size`` to the largest ``prepared_size`` of all ranks.
+
+        Args:
+            following: the one that is prepared next: what it needs is fetched meanwhile.
         """
         group = self.group.process_group
-        dtypes = {param.dtype for param in self.group.params}
-        if len(dtypes) == 1:
-            state = self.state_of(group, sum(self.group.numels), dtypes.pop())
-        else:
-            state = self.state_of(group, self._shard_bytes(), torch.uint8)
+        state = self._whole_state()
+        for comm in (self, following):
+            if comm is not None:
+                comm._whole_state().kept.fetch([comm.group.process_group.rank()])
         try:
-            state.prepared = self._encode(state, group, self.group.shard())
+            with self._timed():
+                state.prepared = self._encode(state, group, self.group.shard())
         except RuntimeError as error:
             # Not raised, since the other ranks go on: the gather itself will say what is wrong.
             logger.warning("narrowcast: %s is not encoded ahead: %s", self.group.name, error)
             state.prepared = None
         return state
+
+    def _whole_state(self) -> GroupState:
+        """Of the gathers over all ranks of the group."""
+        dtypes = {param.dtype for param in self.group.params}
+        if len(dtypes) == 1:
+            numel, dtype = sum(self.group.numels), dtypes.pop()
+        else:
+            numel, dtype = self._shard_bytes(), torch.uint8
+        return self.state_of(self.group.process_group, numel, dtype)
 
     def _shard_bytes(self) -> int:
         sizes = zip(self.group.numels, self.group.params, strict=True)
@@ -224,29 +213,38 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     def state_of(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> GroupState:
         key = (group.group_name, numel, dtype)
         if key not in self.states:
-            scale = numel * dtype.itemsize / self._shard_bytes()
-            params = [
-                (param.name, round(param_numel * scale), param.dtype)
-                for param_numel, param in zip(self.group.numels, self.group.params, strict=True)
-            ]
-            runs = make_runs(params, self.schemes)
-            digest = hashlib.sha256(repr((runs, self.verify_interval)).encode()).digest()
-            self.states[key] = GroupState(
-                runs=runs,
-                settings=int.from_bytes(digest[:8], "little"),
-                kept=[[None] * len(runs) for _ in range(group.size())],
-                slot_size=wire.head_size(len(runs)),
-            )
+            self.states[key] = self._new_state(numel, dtype, group.size())
         return self.states[key]
+
+    def _new_state(self, numel: int, dtype: torch.dtype, world_size: int) -> GroupState:
+        scale = numel * dtype.itemsize / self._shard_bytes()
+        params = [
+            (param.name, round(param_numel * scale), param.dtype)
+            for param_numel, param in zip(self.group.numels, self.group.params, strict=True)
+        ]
+        runs = make_runs(params, self.schemes)
+        digest = hashlib.sha256(repr((runs, self.verify_interval)).encode()).digest()
+        return GroupState(
+            runs=runs,
+            settings=int.from_bytes(digest[:8], "little"),
+            kept=Kept(world_size, len(runs), self.copies),
+            slot_size=wire.head_size(len(runs)),
+        )
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.coding_seconds += time.perf_counter() - start
 
     def _named(self) -> AbstractContextManager[None]:
         return self.ledger.named() if self.ledger is not None else nullcontext()
 
     def _encode(self, state: GroupState, group: dist.ProcessGroup, shard_bytes: Tensor) -> Prepared:
         """Never raises: a rank that cannot encode must tell the others, or they would hang."""
-        kept = state.kept[group.rank()]
         device = shard_bytes.device
         try:
+            kept = state.kept.take(group.rank())
             encoded = [
                 codec.encode(run.bits(shard_bytes), kept_of_run, run.scheme, run.layout, self.coder)
                 for run, kept_of_run in zip(state.runs, kept, strict=True)
@@ -315,10 +313,10 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         else:
             bodies = slots[:, state.head_size :]
         for r, rank in enumerate(ranks):
-            with self._blamed(rank):
+            with self._blamed(rank), self._timed():
                 encoded = wire.unpack_body(heads[rank], bodies[r, : sizes[r]])
                 own_shard = prepared.shard_bytes if r == group.rank() else None
-                self._decode(state.runs, encoded, state.kept[r], rows[r], own_shard)
+                self._decode(state, r, encoded, rows[r], own_shard)
         if self._verifies(state):
             self._verify(ranks, group, heads, rows)
         state.sequence += 1
@@ -344,18 +342,19 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
 
     def _decode(
         self,
-        runs: tuple[Run, ...],
+        state: GroupState,
+        r: int,
         encoded: list[Encoded],
-        kept: list[Tensor | None],
         row: Tensor,
         own_shard: Tensor | None,
     ) -> None:
-        """Decodes one rank's shard into ``row``, uint8, and replaces what is ``kept`` of it.
+        """Decodes rank r's shard into ``row``, uint8, and replaces what is kept of it.
 
         ``own_shard`` is given for this rank's own, which must fail where it fails elsewhere.
         """
         keep = codec.receiver_keeps if own_shard is None else codec.sender_keeps
-        for i, (run, one) in enumerate(zip(runs, encoded, strict=True)):
+        kept = state.kept.take(r)
+        for i, (run, one) in enumerate(zip(state.runs, encoded, strict=True)):
             kept_of_run = kept[i]
             if own_shard is not None and run.scheme.keeps_hashes and kept_of_run is not None:
                 kept_of_run = codec.receiver_keeps(run.bits(own_shard), run.scheme, run.layout)
@@ -364,10 +363,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             )
             row[run.start : run.stop] = bits.view(torch.uint8)
             to_keep = keep(bits, run.scheme, run.layout)
-            if kept[i] is None or to_keep is None:
-                kept[i] = to_keep
-            elif to_keep is not kept[i]:
-                kept[i].copy_(to_keep)  # in place: fresh memory would cost page faults
+            if to_keep is not kept[i]:
+                state.kept.keep(r, i, to_keep)
 
     def _verify(
         self, ranks: list[int], group: dist.ProcessGroup, heads: dict[int, wire.Head], rows: Tensor

@@ -21,8 +21,8 @@ from torch import Tensor
 from narrowcast.agreement import raise_alike
 from narrowcast.allgather import wire
 from narrowcast.allgather.coders import Coder
-from narrowcast.allgather.comm import MAX_RUN_VALUES
 from narrowcast.allgather.exchange import exchange
+from narrowcast.allgather.runs import MAX_RUN_VALUES
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.codec import Treatment
 from narrowcast.torch_internals import (
@@ -68,6 +68,8 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         """
         factor, divisor = reduction(op, group)
         rows_WN = input_tensor.view(group.size(), -1)
+        if self.ledger is not None:
+            self.ledger.show_gradients(self.group, rows_WN)
         with self.ledger.named() if self.ledger is not None else nullcontext():
             self._exchange(rows_WN, group)
         _sum_in_order(output_tensor, rows_WN, factor, divisor)

@@ -267,3 +267,27 @@ def test_what_cannot_be_planned_is_told_and_nothing_is_written(
     plan = ("placement", "plan", trace_file, "--output", output)
     assert message in error_of(capsys, *plan, *options)
     assert not output.exists()
+
+
+def test_a_job_is_profiled_with_the_flags_of_torchtitan(monkeypatch):
+    from torchtitan_ext import profile
+
+    calls = []
+    monkeypatch.setattr(profile, "launch", lambda *arguments: calls.append(arguments) or 3)
+    command = "profile --training.seq_len 8 --ranks 4 --job.config_file x.toml --profile.steps 9 -x"
+    assert main(command.split()) == 3
+    ours = ["--job.config_file", "x.toml", "--profile.steps", "9"]
+    assert calls == [(4, [*ours, "--training.seq_len", "8", "-x"])]
+
+
+def test_a_profile_without_torchtitan_names_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    error = error_of(capsys, "profile", "--job.config_file", "x.toml")
+    assert "torchtitan, which is not installed" in error
+
+
+def test_other_commands_refuse_flags_that_they_do_not_have(trace_file, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(["trace", "show", str(trace_file), "--ranks", "4"])
+    assert raised.value.code == 2
+    assert "unrecognized arguments: --ranks 4" in capsys.readouterr().err

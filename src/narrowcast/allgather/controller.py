@@ -1,0 +1,358 @@
+"""Chooses how the shards of a training run are treated, and looks at the choice again.
+
+    step 1 .. warmup_steps      plain FSDP2; shards are watched
+    step warmup_steps           the choice: by gain, within the budget of caches
+    every reselect_interval     another look, by what was watched in the warmup_steps before
+
+One rank solves for all ranks that hold the same parameters, by numbers summed over all ranks, and
+the others take its choice: every rank makes the same one. A treatment is changed when that gains
+more until the next look than the cold cache costs.
+"""
+
+import json
+import logging
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.allgather import calibration, gain, selection
+from narrowcast.allgather.coders import CODERS
+from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.observation import ALL, TREATMENTS, Observer, Seen, sum_over_ranks
+from narrowcast.reducescatter import gain as gradient_gain
+from narrowcast.reducescatter.gain import GradientWatch, Reduction
+from narrowcast.torch_internals import ParamGroup
+from narrowcast.volume import Changes, Ledger, shard_type
+
+logger = logging.getLogger(__name__)
+
+Strategy = Literal["exact", "ratio"]
+
+MARGIN = 0.05  # share of a group's plain time that must be saved: predictions are not exact
+_OF_GRADIENTS = 0.25  # pieces for one of a shard
+_SHOWN = 20  # lines of a table in the log
+_FOR_GOOD = 1000  # steps in which a cold cache must pay where there is no other look
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the user grants and wants.
+
+    Attributes:
+        applies: ``False``: shards are watched and the choice is reported, and nothing is changed.
+        cache_budget_gib: memory of caches on a rank, in GiB.
+        strategy: ``exact``, or the paper's ``ratio``.
+        warmup_steps: that are watched before a choice.
+        reselect_interval: steps from one look to the next; 0: none.
+        report: folder for what was measured and chosen.
+    """
+
+    applies: bool
+    cache_budget_gib: float
+    strategy: Strategy
+    warmup_steps: int
+    reselect_interval: int
+    report: Path | None
+
+
+class Controller:
+    """Owns the treatments of a model's ``comms``. Every rank of the job makes one alike.
+
+    Attributes:
+        step: steps of the optimizer so far; the owner may set it where training was resumed.
+        calibration: what links and coders cost, measured when this object is made.
+        choice: in force (or, where nothing is applied, that would be); ``None`` before the first.
+        problem: what there was to choose from.
+        reductions: what the gradients of each parameter group cost; empty where they are not
+            counted.
+        changed: shards whose treatment was changed after the first choice.
+
+    Args:
+        comms: of all parameter groups, gathered by plain FSDP2 at first.
+        names: of the parameters to treat.
+        observer: watches the same groups.
+    """
+
+    def __init__(
+        self,
+        comms: list[NarrowAllGather],
+        names: set[str],
+        observer: Observer,
+        rules: Rules,
+        ledger: Ledger | None,
+        cache_device: str,
+    ) -> None:
+        self._comms, self._names, self._observer = comms, names, observer
+        self._rules, self._ledger, self._scheme = rules, ledger, observer.scheme
+        groups = [comm.group for comm in comms]
+        self._device = groups[0].device
+        self._labels = _labels(groups)
+        self.calibration = calibration.calibrate(groups, CODERS, cache_device=cache_device)
+        self._hidden = min(coder.hidden for coder in self.calibration.coders.values())
+        self._gradients = GradientWatch(
+            dict(zip(self._labels, groups, strict=True)), observer.coder
+        )
+        if ledger is not None:
+            ledger.on_gradients = self._gradients
+        self._meet()
+        self.step = 0
+        self._steps = 0
+        self._steps_since_look = 0
+        self._seen: dict[str, Seen] = {}
+        self.problem: list[selection.Group] = []
+        self._coding_scale = 1.0
+        self.reductions: list[Reduction] = []
+        self.choice: selection.Choice | None = None
+        self.changed = 0
+        if self._is_leader:
+            self._log("calibrated:\n" + calibration.table(self.calibration))
+            self._save("calibration", calibration.as_json(self.calibration))
+
+    def after_step(self) -> None:
+        """Watches, and chooses where it is time. Every rank calls it after each step."""
+        self.step += 1
+        self._steps += 1
+        self._steps_since_look += 1
+        until_look = self._until_look()
+        if until_look is not None and (
+            not self._rules.applies or until_look <= self._rules.warmup_steps
+        ):
+            self._count(self._observer.after_step())
+            if self._observer.pieces_a_step:
+                self._gradients.make_room(_OF_GRADIENTS * self._observer.pieces_a_step)
+        if until_look == 0:
+            self._look()
+
+    def scalars(self) -> dict[str, float]:
+        """For a dashboard; the same on all ranks that hold the same parameters."""
+        if self.choice is None:
+            return {}
+        values = Counter(dict.fromkeys(TREATMENTS, 0))
+        for group in self.problem:
+            chosen = self.choice.treatments.get(group.name, {})
+            for shard in group.shards:
+                values[chosen.get(shard.name, "raw")] += shard.values
+        total = max(sum(values.values()), 1)
+        scalars = {f"share/{treatment}": count / total for treatment, count in values.items()}
+        scalars |= {
+            "plain_seconds": self.choice.plain_seconds,
+            "predicted_seconds": self.choice.seconds,
+            "cache_bytes": float(self.choice.cache_bytes),
+            "changed_shards": float(self.changed),
+        }
+        return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
+
+    def _until_look(self) -> int | None:
+        """Steps until the next look; ``None`` if there is none."""
+        warmup, interval = self._rules.warmup_steps, self._rules.reselect_interval
+        if self._steps <= warmup:
+            return warmup - self._steps
+        return -(self._steps - warmup) % interval if interval else None
+
+    def _meet(self) -> None:
+        """Learns what the other ranks hold: their parameters, and the times of their links."""
+        links = [self.calibration.links[c.group.process_group.group_name] for c in self._comms]
+        params = [[param.name for param in comm.group.params] for comm in self._comms]
+        mine = (self._labels, params, links)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+        self._all_labels = list(
+            dict.fromkeys(label for labels, *_ in everyones for label in labels)
+        )
+        self._leader = next(rank for rank, other in enumerate(everyones) if other[:2] == mine[:2])
+        self._is_leader = self._leader == dist.get_rank()
+        self._all_names = list(
+            dict.fromkeys([ALL])
+            | dict.fromkeys(
+                name for _, groups, _ in everyones for names in groups for name in names
+            )
+        )
+        self._links = {
+            label: max(
+                (
+                    other_links
+                    for labels, _, all_links in everyones
+                    for other_label, other_links in zip(labels, all_links, strict=True)
+                    if other_label == label
+                ),
+                key=lambda one: one.all_gather.seconds(1 << 20),
+            )
+            for label in self._labels
+        }
+
+    def _count(self, changes: dict[str, Changes]) -> None:
+        """Adds what was seen to the ledger, where nothing else compares."""
+        if self._ledger is None:
+            return
+        counted = self._ledger.current.changes
+        plain = {p.name for c in self._comms if c.schemes is None for p in c.group.params}
+        for name in changes.keys() & plain:
+            kind = shard_type(name)
+            counted[kind] = counted.get(kind, Changes()) + changes[name]
+
+    def _look(self) -> None:
+        seen = sum_over_ranks(self._observer.seen, self._all_names, self._device)
+        self._observer.clear()
+        self._seen |= {name: one for name, one in seen.items() if one.changes.values}
+        self._rescale()
+        self.reductions = self._gradients.reductions(
+            self._all_labels, self._links, self._steps_since_look, self._device
+        )
+        first = self.choice is None
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, self._solve() if self._is_leader else None)
+        solved = everyones[self._leader]
+        if isinstance(solved, Exception):
+            logger.warning("narrowcast: treatments stay as they are: %s", solved)
+            return
+        before = self._chosen()
+        self.problem, self.choice = solved
+        after = self._chosen()
+        changed = {n: (before[n], after[n]) for n in after if before[n] != after[n]}
+        if not first:
+            self.changed += len(changed)
+        if self._rules.applies:
+            self._apply()
+        for comm in self._comms:
+            comm.gathers.clear()
+            comm.coding_seconds = 0.0
+        self._steps_since_look = 0
+        if self._is_leader:
+            self._tell(first, changed)
+
+    def _solve(self) -> tuple[list[selection.Group], selection.Choice] | Exception:
+        """Never raises: the other ranks wait for it."""
+        try:
+            problem = self._make_problem()
+            budget_bytes = int(self._rules.cache_budget_gib * _GIB)
+            return problem, selection.choose(problem, budget_bytes, self._rules.strategy, MARGIN)
+        except Exception as error:
+            return error
+
+    def _make_problem(self) -> list[selection.Group]:
+        sharing = Counter(comm.group.process_group.group_name for comm in self._comms)
+        groups = []
+        for label, comm in zip(self._labels, self._comms, strict=True):
+            links = self._links[label]
+            gathers = gain.merged_times(comm.gathers)
+            groups.append(
+                gain.Gathered(
+                    label=label,
+                    params=comm.group.params,
+                    numels=tuple(comm.group.numels),
+                    times={s: n / self._steps_since_look for s, n in gathers.items()},
+                    links=links,
+                    hidden=self._hidden,
+                    host=_host_link(self.calibration.host),
+                    announce=links.announce / sharing[comm.group.process_group.group_name],
+                    treatments={
+                        name: scheme.treatment for name, scheme in (comm.schemes or {}).items()
+                    },
+                    treatable=frozenset(self._names),
+                )
+            )
+        horizon = self._rules.reselect_interval or _FOR_GOOD
+        return gain.problem(groups, self._seen, self._scheme, horizon, self._coding_scale)
+
+    def _rescale(self) -> None:
+        """Learns from the time that coding took in training, over what was predicted of it."""
+        predicted = measured = 0.0
+        if self.choice is not None and self._rules.applies:
+            for group in self.problem:
+                chosen = self.choice.treatments.get(group.name, {})
+                for shard in group.shards if chosen else ():
+                    option = shard.options[chosen[shard.name]]
+                    predicted += option.hashing + option.encoding + option.decoding
+            measured = sum(c.coding_seconds for c in self._comms) / self._steps_since_look
+        sums = torch.tensor([predicted, measured], dtype=torch.float64, device=self._device)
+        dist.all_reduce(sums)
+        predicted, measured = sums.tolist()
+        if predicted > 0 and measured > 0:
+            self._coding_scale *= measured / predicted
+
+    def _chosen(self) -> dict[str, str]:
+        """By parameter; ``plain`` where its group is."""
+        by_group = self.choice.treatments if self.choice is not None else {}
+        return {
+            param.name: by_group.get(label, {}).get(param.name, "plain")
+            for label, comm in zip(self._labels, self._comms, strict=True)
+            for param in comm.group.params
+        }
+
+    def _apply(self) -> None:
+        for label, comm in zip(self._labels, self._comms, strict=True):
+            chosen = self.choice.treatments.get(label)
+            schemes = None
+            if chosen is not None:
+                schemes = {
+                    name: replace(self._scheme, treatment=treatment)
+                    for name, treatment in chosen.items()
+                }
+            if schemes != comm.schemes:
+                comm.treat(schemes)
+
+    def _tell(self, first: bool, changed: dict[str, tuple[str, str]]) -> None:
+        if first:
+            verb = "chosen" if self._rules.applies else "would be chosen (nothing is applied)"
+            table = self._table(_SHOWN)
+            self._log(f"{verb} after step {self.step}:\n{table}")
+        for name, (before, after) in changed.items() if not first else ():
+            self._log(f"after step {self.step}: {name}: {before} -> {after}")
+        report = {
+            "step": self.step,
+            "applied": self._rules.applies,
+            "warmup_steps": self._rules.warmup_steps,
+            "coding_scale": self._coding_scale,
+            "changed": {name: list(both) for name, both in changed.items()},
+            "reductions": [asdict(one) for one in self.reductions],
+            **selection.as_json(self.problem, self.choice),
+        }
+        self._save(f"choice-step-{self.step:08}", report)
+        if self._rules.report is not None:
+            table = self._table(sys.maxsize)
+            self._write(f"choice-step-{self.step:08}", ".txt", table + "\n")
+
+    def _table(self, limit: int) -> str:
+        table = selection.table(self.problem, self.choice, limit=limit)
+        if self.reductions:
+            table += "\n\n" + gradient_gain.table(self.reductions[:limit])
+        return table
+
+    def _log(self, text: str) -> None:
+        logger.info("narrowcast: %s", text)
+
+    def _save(self, name: str, content: dict[str, Any]) -> None:
+        self._write(name, ".json", json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    def _write(self, name: str, suffix: str, text: str) -> None:
+        """A report is not worth a training run: what cannot be written is only warned of."""
+        if self._rules.report is None:
+            return
+        stage = f"-rank-{self._leader}" if self._leader else ""
+        try:
+            self._rules.report.mkdir(parents=True, exist_ok=True)
+            (self._rules.report / f"{name}{stage}{suffix}").write_text(text)
+        except OSError as error:
+            logger.warning("narrowcast: the report is not written: %s", error)
+
+
+def _labels(groups: list[ParamGroup]) -> list[str]:
+    """Names of the groups, told apart by their first parameter where several have one name."""
+    counts = Counter(group.name for group in groups)
+    return [
+        group.name if counts[group.name] == 1 else f"{group.name} ({group.params[0].name} ..)"
+        for group in groups
+    ]
+
+
+def _host_link(host: calibration.HostLink | None) -> tuple[float, float]:
+    """Seconds a byte from host memory and to it."""
+    if host is None:
+        return 0.0, 0.0
+    return host.from_host.seconds_per_byte, host.to_host.seconds_per_byte

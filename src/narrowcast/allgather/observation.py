@@ -1,0 +1,294 @@
+"""Watches the shards of a training run: how much of them changes, and what each treatment costs.
+
+    step s      optimizer | some pieces of shards are copied
+    step s + 1  optimizer | the same pieces are compared, encoded and decoded; others are copied
+
+A piece is a stretch of a shard as long as what the codec encodes at once. Each rank looks at other
+shards first, and sums go over all ranks. How many pieces a step has room for is agreed upon by all
+ranks, so that they look at the same time and within ``share`` of a step. Training is not touched.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast import floats
+from narrowcast.allgather import codec, wire
+from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme
+from narrowcast.allgather.coders import Coder
+from narrowcast.allgather.runs import MAX_RUN_VALUES
+from narrowcast.floats import FloatLayout
+from narrowcast.torch_internals import ParamGroup
+from narrowcast.volume import Changes, count_changes
+
+TREATMENTS = ("value", "exponent", "coded", "raw")
+SHARE = 0.012  # of a step; with copies and gradients it stays below 2 %
+ALL = ""  # in the place of a parameter's name: pieces of every one, that are as long as they come
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a treatment takes of the pieces of a shard, summed: in the first gather after a step of
+    the optimizer, and in a later one. Bytes, and seconds of one rank for one rank's shard."""
+
+    first_bytes: float = 0.0
+    later_bytes: float = 0.0
+    first_hashing: float = 0.0
+    later_hashing: float = 0.0
+    first_encoding: float = 0.0
+    later_encoding: float = 0.0
+    first_decoding: float = 0.0
+    later_decoding: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def scaled(self, factor: float) -> "Cost":
+        return Cost(*(getattr(self, f.name) * factor for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Sums over the pieces of a shard that were looked at; ``changes.values`` is their size."""
+
+    changes: Changes = field(default_factory=Changes)
+    costs: tuple[Cost, ...] = (Cost(),) * len(TREATMENTS)
+
+    def __add__(self, other: "Seen") -> "Seen":
+        costs = tuple(a + b for a, b in zip(self.costs, other.costs, strict=True))
+        return Seen(self.changes + other.changes, costs)
+
+    def a_value(self, treatment: str) -> Cost:
+        """The mean of a value."""
+        return self.costs[TREATMENTS.index(treatment)].scaled(1 / max(self.changes.values, 1))
+
+    def at_the_speed_of(self, other: "Seen") -> "Seen":
+        """With the seconds a value of another, and its own bytes."""
+        share = self.changes.values / max(other.changes.values, 1)
+        costs = tuple(
+            replace(
+                theirs.scaled(share), first_bytes=ours.first_bytes, later_bytes=ours.later_bytes
+            )
+            for ours, theirs in zip(self.costs, other.costs, strict=True)
+        )
+        return Seen(self.changes, costs)
+
+    def to_numbers(self) -> list[float]:
+        parts = (self.changes, *self.costs)
+        return [float(getattr(part, f.name)) for part in parts for f in fields(part)]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> "Seen":
+        counts, width = len(fields(Changes)), len(fields(Cost))
+        rest = numbers[counts:]
+        costs = [Cost(*rest[i : i + width]) for i in range(0, len(rest), width)]
+        return cls(Changes(*map(round, numbers[:counts])), tuple(costs))
+
+
+NUM_NUMBERS = len(Seen().to_numbers())
+
+
+def examine(
+    old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, coder: Coder
+) -> Seen:
+    """Looks at a piece of a shard as it was before a step of the optimizer, and as it is after.
+
+    Args:
+        old_N, new_N: as integers of ``layout.bits``.
+        scheme: how exponents are exchanged; its treatment does not matter.
+    """
+    changes = count_changes(new_N, old_N, layout, scheme.block_size)
+    costs = tuple(
+        _cost(old_N, new_N, layout, replace(scheme, treatment=treatment), coder)
+        for treatment in TREATMENTS
+    )
+    return Seen(changes, costs)
+
+
+def _cost(old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, coder: Coder) -> Cost:
+    """Goes the way of a shard through ``comm`` but for the link, by the same functions."""
+
+    def gather(before_N: Tensor) -> tuple[float, float, float, float]:
+        kept = codec.sender_keeps(before_N, scheme, layout)
+        kept_N = codec.receiver_keeps(before_N, scheme, layout)
+        start = _now(new_N)
+        hashing = 0.0
+        if scheme.treatment == "exponent" and scheme.exponent_exchange == "blocks":
+            exponents_N = floats.exponents(new_N, layout)
+            if scheme.keeps_hashes:
+                codec.block_hashes(exponents_N, scheme.block_size)
+            else:
+                codec.changed_blocks(exponents_N, kept, scheme.block_size)
+            hashing = _now(new_N) - start
+        start = _now(new_N)
+        torch.equal(new_N, new_N)  # as a shard is compared with the one that was prepared
+        encoded = codec.encode(new_N, kept, scheme, layout, coder)
+        payload = wire.pack(
+            [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=new_N.device
+        )
+        encoding = _now(new_N) - start - hashing
+        start = _now(new_N)
+        (arrived,) = wire.unpack_body(*wire.unpack(payload))
+        bits_N = codec.decode(arrived, kept_N, new_N.numel(), scheme, layout, coder)
+        row_N.copy_(bits_N)
+        codec.receiver_keeps(bits_N, scheme, layout)
+        return encoded.size, hashing, max(encoding, 0.0), _now(new_N) - start
+
+    row_N = torch.empty_like(new_N)
+    first = gather(old_N)
+    # Nothing is kept of a coded or raw shard, so that a later gather is as the first.
+    later = gather(new_N) if scheme.treatment in ("value", "exponent") else first
+    return Cost(*(value for both in zip(first, later, strict=True) for value in both))
+
+
+def _now(tensor: Tensor) -> float:
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)
+    return time.perf_counter()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of a shard, as it was after the step before."""
+
+    group: int
+    param: int
+    start: int
+    bits_N: Tensor
+
+
+class Observer:
+    """Looks at pieces of the shards of parameter groups, after each step of the optimizer.
+
+    Times are taken where a piece is long, since shards are encoded together, and bytes everywhere.
+
+    Attributes:
+        scheme: how exponents are exchanged; its treatment does not matter.
+        coder: as of training.
+        seen: by parameter, and of ``ALL``, on this rank since ``clear``.
+        pieces_a_step: how many there is room for; 0 until it is known.
+        spent: seconds of the last step that went into looking.
+
+    Args:
+        names: of the parameters to look at.
+        share: of a step's time that looking may take; infinite: every whole shard, every step.
+    """
+
+    def __init__(
+        self,
+        groups: list[ParamGroup],
+        names: set[str],
+        *,
+        exponent_exchange: ExponentExchange,
+        block_size: int,
+        block_check: BlockCheck,
+        coder: Coder,
+        share: float = SHARE,
+    ) -> None:
+        self._groups = groups
+        self.scheme = Scheme("value", exponent_exchange, block_size, block_check)
+        self.coder, self._share = coder, share
+        limit = MAX_RUN_VALUES if math.isfinite(share) else None
+        self._turns = _turns(groups, names, limit)
+        first = dist.get_rank() * len(self._turns) // dist.get_world_size()
+        self._turns = self._turns[first:] + self._turns[:first]
+        self._longest = max((turn[3] - turn[2] for turn in self._turns), default=0)
+        self._next, self._due, self._steps = 0, 0.0, 0
+        self._pieces: list[_Piece] = []
+        self._ended = 0.0
+        self._cost = self._cost_of_a_piece()
+        self.pieces_a_step = 0.0 if math.isfinite(share) else float(len(self._turns))
+        self.seen: dict[str, Seen] = {}
+        self.spent = 0.0
+
+    def after_step(self) -> dict[str, Changes]:
+        """Looks at what there is room for. Every rank must call it after each step.
+
+        Returns:
+            What changed, by parameter that was looked at.
+        """
+        start = time.perf_counter()
+        self._steps += 1
+        if self._steps == 3 and not self.pieces_a_step:  # the first step is not like others
+            self._agree(start - self._ended)
+        changes: dict[str, Changes] = {}
+        for piece in self._pieces:
+            group = self._groups[piece.group]
+            info = group.params[piece.param]
+            layout = floats.LAYOUTS[info.dtype]
+            stop = piece.start + piece.bits_N.numel()
+            new_N = group.piece(piece.param, piece.start, stop).view(layout.bits)
+            seen = examine(piece.bits_N, new_N, layout, self.scheme, self.coder)
+            whole = 2 * new_N.numel() > self._longest
+            for name in (info.name, ALL) if whole else (info.name,):
+                self.seen[name] = self.seen.get(name, Seen()) + seen
+            changes[info.name] = changes.get(info.name, Changes()) + seen.changes
+        self._due += self.pieces_a_step
+        self._pieces = [self._copy() for _ in range(min(int(self._due), len(self._turns)))]
+        self._due -= int(self._due)
+        self._ended = time.perf_counter()
+        self.spent = self._ended - start
+        return changes
+
+    def clear(self) -> None:
+        """Forgets what was seen."""
+        self.seen = {}
+
+    def _cost_of_a_piece(self) -> float:
+        """Seconds to look at the largest one, as all ranks do at once."""
+        if not self._turns:
+            return 0.0
+        group, param, start, stop = max(self._turns, key=lambda turn: turn[3] - turn[2])
+        layout = floats.LAYOUTS[self._groups[group].params[param].dtype]
+        bits_N = self._groups[group].piece(param, start, stop).view(layout.bits)
+        other_N = bits_N ^ (torch.rand(bits_N.shape) < 0.5).to(bits_N.device)
+        began = 0.0
+        for _ in range(2):  # the first call of everything takes longer
+            dist.barrier()
+            began = time.perf_counter()
+            examine(bits_N, other_N, layout, self.scheme, self.coder)
+        return time.perf_counter() - began
+
+    def _agree(self, step_seconds: float) -> None:
+        """How many pieces a step has room for: of the slowest rank, the shortest step."""
+        slowest = torch.tensor([self._cost, -step_seconds], dtype=torch.float64)
+        slowest = slowest.to(self._groups[0].device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        cost, shortest_step = slowest[0].item(), -slowest[1].item()
+        self.pieces_a_step = self._share * shortest_step / max(cost, 1e-9)
+
+    def _copy(self) -> _Piece:
+        group, param, start, stop = self._turns[self._next % len(self._turns)]
+        self._next += 1
+        layout = floats.LAYOUTS[self._groups[group].params[param].dtype]
+        bits_N = self._groups[group].piece(param, start, stop).view(layout.bits)
+        return _Piece(group, param, start, bits_N)
+
+
+def _turns(
+    groups: list[ParamGroup], names: set[str], limit: int | None
+) -> list[tuple[int, int, int, int]]:
+    """Group, parameter, start and stop of all pieces of at most ``limit`` values (None: no limit),
+    in the order in which they are looked at: one of each shard, then the next of each."""
+    turns = []
+    for g, group in enumerate(groups):
+        for p, (info, numel) in enumerate(zip(group.params, group.numels, strict=True)):
+            if info.name not in names or info.dtype not in floats.LAYOUTS:
+                continue
+            size = min(limit or numel, numel)
+            for start in range(0, numel, size) if numel else ():
+                turns.append((start // size, -numel, g, p, start, min(start + size, numel)))
+    return [turn[2:] for turn in sorted(turns)]
+
+
+def sum_over_ranks(seen: dict[str, Seen], names: Sequence[str], device: torch.device) -> dict:
+    """What all ranks have seen together, by parameter. ``names`` are the same on every rank."""
+    rows = [seen.get(name, Seen()).to_numbers() for name in names]
+    sums = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, NUM_NUMBERS)
+    dist.all_reduce(sums)
+    return {name: Seen.from_numbers(row) for name, row in zip(names, sums.tolist(), strict=True)}

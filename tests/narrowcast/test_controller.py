@@ -1,0 +1,308 @@
+"""Treatments are chosen in training: alike on all ranks, within the budget, and no bit differs."""
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from narrowcast import NarrowedModel, narrow_all_gather
+from narrowcast.allgather import api, calibration, controller, observation, selection
+from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, Links
+from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
+
+AUTO = {"treatment": "auto", "warmup_steps": 4, "reselect_interval": 2}
+SLOW, FAST = 1e-6, 1e-18  # seconds a byte
+GIB = 1 << 30
+
+
+def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Calibration:
+    """As of a link of this speed, without latencies."""
+    curve = Curve(0.0, seconds_per_byte, 0.0, (1,), (seconds_per_byte,))
+    links = {
+        group.process_group.group_name: Links(
+            tuple(dist.get_process_group_ranks(group.process_group)), curve, curve, curve, 0.0, 0.0
+        )
+        for group in groups
+    }
+    return Calibration(links, {"zstd": CoderSpeed("zstd", 1e9, 1e9, 3.0, 0.0)}, 1e9, 1e9, None, 0.0)
+
+
+@contextmanager
+def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
+    """Links are of this speed, and each part of coding a piece takes a tick."""
+    ticks = itertools.count()
+    with (
+        patch.object(
+            controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
+        ),
+        patch.object(observation, "_now", lambda _: next(ticks) * tick),
+        patch.object(api, "Observer", partial(observation.Observer, share=math.inf)),
+        patch.object(controller.Controller, "_rescale", lambda _: None),
+    ):
+        yield
+
+
+def _narrow(setup: Setup, **settings: Any) -> tuple[Any, Any, NarrowedModel]:
+    model, optimizer = build(setup)
+    return model, optimizer, narrow_all_gather(model, optimizer, **{**AUTO, **settings})
+
+
+def _treatments(handle: NarrowedModel) -> dict[str, str]:
+    return {
+        param.name: "plain" if comm.schemes is None else comm.schemes[param.name].treatment
+        for comm in handle._comms
+        for param in comm.group.params
+    }
+
+
+def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any]) -> Any:
+    """Trains plain and with ``auto``: treatments and bytes kept by step, and whether bits agree."""
+    model, optimizer = build(setup)
+    losses = train(setup, model, optimizer)
+    plain = state_of(model, optimizer)
+    with on_a_link(seconds_per_byte):
+        model, optimizer, handle = _narrow(setup, **settings)
+        kept, steps = [], []
+        optimizer.register_step_post_hook(lambda *_: kept.append(handle.kept_bytes))
+        optimizer.register_step_post_hook(lambda *_: steps.append(_treatments(handle)))
+        equal = train(setup, model, optimizer) == losses
+        equal = equal and same_bits(state_of(model, optimizer), plain)
+        kept.append(handle.kept_bytes)
+        choice = handle.selection.choice
+        handle.remove()
+    return {"steps": steps, "equal": equal, "kept": kept, "choice": choice}
+
+
+def test_on_a_slow_link_all_values_are_kept_after_the_warm_up(ranks) -> None:
+    for one in ranks(2).run(_train_auto, SLOW, Setup(steps=6), {}):
+        assert one["equal"]
+        assert set(one["steps"][2].values()) == {"plain"}
+        assert set(one["steps"][3].values()) == {"value"}
+        assert one["kept"][-1] == one["choice"].cache_bytes > 0
+        assert one["choice"].seconds < 0.5 * one["choice"].plain_seconds
+
+
+def _log_of(seconds_per_byte: float, treatment: str) -> tuple[list[str], Any, dict[str, float]]:
+    records: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    logger, keep = logging.getLogger("narrowcast"), Keep()
+    logger.addHandler(keep)
+    logger.setLevel(logging.INFO)
+    with on_a_link(seconds_per_byte):
+        setup = Setup(steps=5)
+        model, optimizer, handle = _narrow(setup, treatment=treatment)
+        train(setup, model, optimizer)
+        last = _treatments(handle), handle.kept_bytes
+        changes = {kind: c.values for kind, c in handle.ledger.last.changes.items()}
+        handle.remove()
+    logger.removeHandler(keep)
+    return records, last, changes
+
+
+def test_on_a_fast_link_all_is_turned_off_and_said_so(ranks) -> None:
+    logs = ranks(2).run(_log_of, FAST, "auto")
+    for _, (treatments, kept_bytes), _ in logs:
+        assert set(treatments.values()) == {"plain"}
+        assert kept_bytes == 0
+    said = "\n".join(logs[0][0])
+    assert "chosen after step 4" in said
+    assert "plain" in said
+    assert "pays on this link" in said
+    assert logs[1][0] == []  # the first rank speaks for all
+
+
+def test_observing_reports_what_it_would_choose_and_changes_nothing(ranks) -> None:
+    for records, (treatments, kept_bytes), changes in ranks(2).run(_log_of, SLOW, "observe"):
+        assert set(treatments.values()) == {"plain"}
+        assert kept_bytes == 0
+        assert changes.keys() >= {"expert_ffn", "router", "norm"}
+        if records:
+            assert "would be chosen (nothing is applied)" in "\n".join(records)
+
+
+@pytest.mark.parametrize(("reshard", "share"), [(True, 0.0), (True, 0.3), (2, 0.8)])
+def test_the_budget_is_never_exceeded(ranks, reshard: bool | int, share: float) -> None:
+    setup = Setup(steps=7, reshard=reshard)
+    world_size = 4 if reshard == 2 else 2
+    (unlimited, *_) = ranks(world_size).run(_train_auto, SLOW, setup, {})
+    assert unlimited["kept"][-1] == unlimited["choice"].cache_bytes
+    budget = int(share * unlimited["choice"].cache_bytes)
+    for one in ranks(world_size).run(_train_auto, SLOW, setup, {"cache_budget_gib": budget / GIB}):
+        assert one["equal"]
+        assert max(one["kept"]) <= budget
+        assert one["kept"][-1] == one["choice"].cache_bytes
+        assert one["choice"].cache_bytes > 0.5 * budget or not budget
+
+
+def _choose_in_noise(_: None) -> Any:
+    """Every rank measures other times, and sees other pieces."""
+    rank = dist.get_rank()
+    with on_a_link(SLOW * 10**rank, tick=1e-7 * 7**rank):
+        setup = Setup(steps=9, num_experts=7)
+        model, optimizer, handle = _narrow(setup, cache_budget_gib=20_000 / GIB)
+        chosen = []
+        optimizer.register_step_post_hook(lambda *_: chosen.append(_treatments(handle)))
+        train(setup, model, optimizer)
+        handle.remove()
+    return chosen
+
+
+def test_all_ranks_choose_alike_whatever_each_of_them_measures(ranks) -> None:
+    first, *others = ranks(3).run(_choose_in_noise, None)
+    assert len(set(first[-1].values())) > 1
+    assert all(other == first for other in others)
+
+
+def _with_a_shard_that_jumps(_: None) -> list[str]:
+    """From step 6 on one parameter is drawn anew in every step. (Each is gathered once a step, or
+    the second gather, in which nothing has changed, would still pay for keeping its values.)"""
+    with on_a_link(SLOW):
+        setup = Setup(steps=12, reshard=False)
+        model, optimizer, handle = _narrow(setup)
+        jumper = dict(model.named_parameters())["0.experts.w1_EFD"]
+        chosen, step = [], itertools.count(1)
+
+        def jump(*_: Any) -> None:
+            if next(step) >= 6:
+                local(jumper.data).normal_()
+            chosen.append(_treatments(handle))
+
+        optimizer.register_step_pre_hook(jump)
+        train(setup, model, optimizer)
+        last, changed = _treatments(handle), handle.selection.changed
+        handle.remove()
+    others = {last[name] for name in ("0.experts.w2_EDF", "1.experts.w1_EFD", "1.experts.w2_EDF")}
+    return [chosen[5]["0.experts.w1_EFD"], last["0.experts.w1_EFD"], *others, str(changed > 0)]
+
+
+def test_a_shard_whose_change_rate_jumps_is_dropped(ranks) -> None:
+    for before, after, *others, was_counted in ranks(2).run(_with_a_shard_that_jumps, None):
+        assert before == "value"
+        assert after == "coded"
+        assert others == ["value"]
+        assert was_counted == "True"
+
+
+@contextmanager
+def ever_other_choices() -> Iterator[None]:
+    """Each look chooses other treatments for every shard, and plain for some group."""
+    looks = itertools.count()
+    choose = selection.choose
+
+    def scripted(groups: list[selection.Group], *arguments: Any) -> selection.Choice:
+        look = next(looks)
+        turns = itertools.count(look)
+        treatments = {
+            group.name: {
+                shard.name: ("value", "exponent", "raw", "coded", "value")[next(turns) % 5]
+                for shard in group.shards
+            }
+            for index, group in enumerate(groups)
+            if (index + look) % 4
+        }
+        return replace(choose(groups, *arguments), treatments=treatments)
+
+    with patch.object(controller.selection, "choose", scripted):
+        yield
+
+
+def _change_in_mid_run(setup: Setup, settings: dict[str, Any]) -> Any:
+    with ever_other_choices():
+        return _train_auto(SLOW, setup, {**settings, "warmup_steps": 3, "reselect_interval": 1})
+
+
+MODES = {
+    "difference": ({}, {}),
+    "hashes": ({}, {"exponent_exchange": "blocks", "block_check": "hash", "block_size": 64}),
+    "resharded to pairs": ({"reshard": 2}, {}),
+    "fp16, accumulated": ({"gathered": torch.float16, "microbatches": 2}, {}),
+    "fp32, async": ({"gathered": torch.float32, "async_unshard": True, "prefetch": True}, {}),
+    "hsdp": ({"replicas": 2}, {"verify_interval": 1}),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> None:
+    sharding, settings = MODES[mode]
+    setup = replace(Setup(steps=11), **sharding)
+    for one in ranks(4).run(_change_in_mid_run, setup, settings):
+        assert one["equal"]
+        assert len({tuple(step.items()) for step in one["steps"]}) >= 6
+        assert {t for step in one["steps"] for t in step.values()} == {
+            "plain",
+            "value",
+            "exponent",
+            "raw",
+            "coded",
+        }
+
+
+def _report(folder: Path) -> None:
+    with on_a_link(SLOW):
+        setup = Setup(steps=6)
+        model, optimizer, handle = _narrow(setup, report=folder)
+        train(setup, model, optimizer)
+        handle.remove()
+
+
+def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks, tmp_path) -> None:
+    folder = tmp_path / "selection"
+    ranks(2).run(_report, folder)
+    names = sorted(path.name for path in folder.iterdir())
+    steps = ("00000004", "00000006")
+    choices = [f"choice-step-{step}{end}" for step in steps for end in (".json", ".txt")]
+    assert names == ["calibration.json", *choices]
+    report = json.loads((folder / choices[0]).read_text())
+    assert report["step"] == 4
+    assert report["applied"] is True
+    assert {one["label"] for one in report["reductions"]} == {"0", "1", "(root)"}
+    text = (folder / choices[1]).read_text()
+    assert "bits a value in place of 16" in text
+    assert "gradients of" in text
+    assert (
+        calibration.as_json(_calibrated(SLOW, [])).keys()
+        == json.loads((folder / names[0]).read_text()).keys()
+    )
+
+
+def _fail_to_solve(_: None) -> tuple[set[str], bool]:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no solution")
+
+    with on_a_link(SLOW), patch.object(controller.selection, "choose", fail):
+        setup = Setup(steps=5)
+        model, optimizer, handle = _narrow(setup)
+        train(setup, model, optimizer)
+        treatments = set(_treatments(handle).values())
+        handle.remove()
+    return treatments, handle.selection.choice is None
+
+
+def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
+    assert ranks(2).run(_fail_to_solve, None) == [({"plain"}, True)] * 2
+
+
+def test_without_an_optimizer_auto_is_refused(ranks) -> None:
+    assert all("treatment = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
+
+
+def _refused_without_optimizer() -> str:
+    model, _ = build(Setup())
+    with pytest.raises(ValueError, match="optimizer") as error:
+        narrow_all_gather(model)
+    return str(error.value)

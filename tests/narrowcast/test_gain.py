@@ -1,0 +1,288 @@
+"""What a treatment costs a step, by numbers that can be checked by hand, and what it really keeps."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from narrowcast.allgather import gain, wire
+from narrowcast.allgather.calibration import Curve, Links
+from narrowcast.allgather.codec import Scheme
+from narrowcast.allgather.gain import Gathered, problem
+from narrowcast.allgather.observation import ALL, TREATMENTS, Cost, Seen
+from narrowcast.allgather.selection import Group, Option, choose
+from narrowcast.torch_internals import ShardedParam
+from narrowcast.volume import Changes
+from tests.narrowcast.training import Setup, build, narrow, train
+
+BF16 = torch.bfloat16
+DIFFERENCE = Scheme("value", "difference")
+CURVE = Curve(latency=7.0, seconds_per_byte=10.0, error=0.0, nbytes=(), measured=())
+LINKS = Links((0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, announce=0.0)
+# A value, in the first gather of a step and in a later one: bytes, and seconds.
+COSTS = {
+    "value": Cost(0.5, 0, 0, 0, 3, 1, 2, 1),
+    "exponent": Cost(1.25, 1, 4, 2, 5, 3, 3, 2),
+    "coded": Cost(1.5, 1.5, 0, 0, 6, 6, 4, 4),
+    "raw": Cost(2, 2, 0, 0, 1, 1, 1, 1),
+}
+
+
+def seen(values: int = 8, faster: float = 1.0, smaller: float = 1.0) -> Seen:
+    """Of so many values, with the costs above, but for other times and bytes."""
+    costs = []
+    for treatment in TREATMENTS:
+        cost = COSTS[treatment]
+        sizes = {"first_bytes": cost.first_bytes / smaller, "later_bytes": cost.later_bytes}
+        costs.append(replace(cost.scaled(1 / faster), **sizes).scaled(values))
+    return Seen(Changes(values=values), tuple(costs))
+
+
+def gathered(*numels: int, dtype: torch.dtype = BF16, **changes: Any) -> Gathered:
+    """Parameters ``w0``, ``w1``, .. over four ranks, gathered twice a step."""
+    names = [f"w{i}" for i in range(len(numels))]
+    whole = Gathered(
+        label="group",
+        params=tuple(ShardedParam(name, dtype) for name in names),
+        numels=numels,
+        times={(4, sum(numels)): 2.0},
+        links=LINKS,
+        hidden=0.0,
+        host=(0.0, 0.0),
+        announce=0.0,
+        treatments={},
+        treatable=frozenset(names),
+    )
+    return replace(whole, **changes)
+
+
+def options(group: Gathered, scheme: Scheme = DIFFERENCE, **arguments: Any) -> dict[str, Option]:
+    """Of the first shard of a group, of which everything was seen."""
+    of_all = {param.name: seen() for param in group.params}
+    (one,) = problem([group], of_all, scheme, arguments.pop("horizon", 100), **arguments)
+    return one.shards[0].options
+
+
+def test_every_term_of_the_gain_is_counted_for_every_gather_of_a_step() -> None:
+    found = options(gathered(1000))
+    assert {name: option.link for name, option in found.items()} == {
+        "value": 10 * 1000 * 0.5,  # nothing in the later gather
+        "exponent": 10 * 1000 * (1.25 + 1),
+        "coded": 10 * 1000 * 2 * 1.5,
+        "raw": 10 * 1000 * 2 * 2,
+    }
+    assert {name: option.hashing for name, option in found.items()} == {
+        **{"value": 0, "coded": 0, "raw": 0},
+        "exponent": 1000 * (4 + 2),
+    }
+    assert {name: option.encoding for name, option in found.items()} == {
+        "value": 1000 * (3 + 1),
+        "exponent": 1000 * (5 + 3),
+        "coded": 1000 * 2 * 6,
+        "raw": 1000 * 2 * 1,
+    }
+    assert {name: option.decoding for name, option in found.items()} == {
+        "value": 4 * 1000 * (2 + 1),  # the shards of all ranks
+        "exponent": 4 * 1000 * (3 + 2),
+        "coded": 4 * 1000 * 2 * 4,
+        "raw": 4 * 1000 * 2 * 1,
+    }
+    assert {name: option.bits for name, option in found.items()} == {
+        **{"value": 4, "exponent": 10, "coded": 12, "raw": 16}
+    }
+    assert {name: option.cache_bytes for name, option in found.items()} == {
+        **{"value": 4 * 1000 * 2, "exponent": 4 * 1000, "coded": 0, "raw": 0}
+    }
+
+
+def test_three_gathers_a_step_are_one_first_and_two_later_ones() -> None:
+    option = options(gathered(1000, times={(4, 1000): 3.0}))["exponent"]
+    assert option.link == 10 * 1000 * (1.25 + 2 * 1)
+    assert option.decoding == 4 * 1000 * (3 + 2 * 2)
+
+
+def test_what_is_hidden_costs_nothing_and_decoding_never_is() -> None:
+    option = options(gathered(1000, hidden=0.75), coding_scale=2.0)["exponent"]
+    assert (option.hashing, option.encoding) == (6000 * 2 / 4, 8000 * 2 / 4)
+    assert option.decoding == 4 * 5000 * 2
+
+
+def test_caches_in_host_memory_cost_their_way_to_the_device_and_back() -> None:
+    on_device = options(gathered(1000), coding_scale=2.0)
+    on_host = options(gathered(1000, host=(0.5, 0.25)), coding_scale=2.0)
+    more = {name: on_host[name].seconds - on_device[name].seconds for name in on_host}
+    # From it for both gathers, and to it once.
+    assert more == {
+        **{"value": 8000 * (2 * 0.5 + 0.25), "exponent": 4000 * (2 * 0.5 + 0.25)},
+        **{"coded": 0, "raw": 0},
+    }
+
+
+def test_plain_and_narrowed_gathers_differ_by_heads_handling_and_the_sizes_announced() -> None:
+    group = gathered(1000, 200_000, announce=11.0)  # two runs
+    (one,) = problem([group], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+    assert [shard.plain for shard in one.shards] == [2 * 10 * 2 * 1000, 2 * 10 * 2 * 200_000]
+    assert one.plain_latency == 2 * 7
+    assert one.overhead == 2 * (7 + 3 + 10 * wire.head_size(2)) + 11
+    assert [shard.values for shard in one.shards] == [1000, 200_000]
+
+
+COLD = {"value": 10 * 1000 * (1.5 - 0.5) / 100, "exponent": 10 * 1000 * (1.5 - 1.25) / 100}
+
+
+@pytest.mark.parametrize(
+    ("in_force", "cold"),
+    [
+        (None, {"value", "exponent"}),
+        ("raw", {"value", "exponent"}),
+        ("coded", {"value", "exponent"}),
+        ("exponent", {"value"}),
+        ("value", set()),  # exponents are made of the values
+    ],
+)
+def test_a_change_costs_a_cold_cache_and_must_gain_more_than_noise(
+    in_force: str | None, cold: set[str]
+) -> None:
+    found = options(gathered(1000, treatments={"w0": in_force} if in_force else {}))
+    noise = 0.05 * found[in_force].steady if in_force else 0
+    for treatment, option in found.items():
+        expected = COLD[treatment] if treatment in cold else 0
+        expected += noise if treatment != in_force else 0
+        assert option.switching == pytest.approx(expected), treatment
+
+
+def test_a_cold_cache_never_pays_for_a_change() -> None:
+    # Where everything changes, coded values are smaller than differences.
+    all_seen = {"w0": seen(smaller=0.25)}
+    costs = [*all_seen["w0"].costs]
+    costs[TREATMENTS.index("coded")] = Cost(first_bytes=8.0)
+    all_seen = {"w0": replace(all_seen["w0"], costs=tuple(costs))}
+    (one,) = problem([gathered(1000)], all_seen, DIFFERENCE, 1)
+    assert one.shards[0].options["value"].switching == 0
+
+
+def test_integers_and_parameters_that_are_not_to_be_treated_only_go_raw() -> None:
+    integers = options(gathered(1000, dtype=torch.int64))
+    assert integers.keys() == {"raw"}
+    assert (integers["raw"].bits, integers["raw"].link) == (64, 10 * 1000 * 2 * 8)
+    untreated = options(gathered(1000, 5, treatable=frozenset(["w1"])))
+    assert untreated.keys() == {"raw"}
+    assert untreated["raw"].link == 10 * 1000 * 2 * 2
+
+
+def test_a_raw_shard_is_as_large_as_plains_though_nothing_was_seen() -> None:
+    for dtype in (BF16, torch.float32):
+        (one,) = problem([gathered(1000, dtype=dtype)], {}, DIFFERENCE, 100)
+        assert one.shards[0].options.keys() == {"raw"}
+        assert one.shards[0].options["raw"].link == one.shards[0].plain
+        assert choose([one], None).treatments == {}
+
+
+def test_shards_that_were_not_seen_go_by_their_kind_and_then_by_all() -> None:
+    names = ("a.norm", "b.norm", "c.norm", "a.router")
+    params = tuple(ShardedParam(name, BF16) for name in names)
+    group = gathered(10, 10, 10, 10, params=params, treatable=frozenset(names))
+    of_two = {"a.norm": seen(values=8), "b.norm": seen(values=24, smaller=2)}
+    (one,) = problem([group], of_two, DIFFERENCE, 100)
+    bits = [shard.options["value"].bits for shard in one.shards]
+    assert bits == [4, 2, (8 * 4 + 24 * 2) / 32, (8 * 4 + 24 * 2) / 32]
+    router = {"a.router": seen(values=32, smaller=4)}
+    (one,) = problem([group], {**of_two, **router}, DIFFERENCE, 100)
+    assert [shard.options["value"].bits for shard in one.shards] == [4, 2, 2.5, 1]
+    (one,) = problem([group], router, DIFFERENCE, 100)
+    assert [shard.options["value"].bits for shard in one.shards] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("pooled", [{}, {ALL: seen(values=8, faster=4)}])
+def test_times_are_those_of_all_shards_and_bytes_the_shards_own(pooled: dict[str, Seen]) -> None:
+    of_both = {"w0": seen(values=8), "w1": seen(values=24, faster=2, smaller=4)}
+    (one,) = problem([gathered(100, 100)], {**of_both, **pooled}, DIFFERENCE, 100)
+    first, second = (shard.options["value"] for shard in one.shards)
+    a_value = 2 / 4 if pooled else (8 * 2 + 24 * 1) / 32
+    assert first.decoding == second.decoding == 4 * 100 * a_value * (2 + 1) / 2
+    assert (first.bits, second.bits) == (4, 1)
+
+
+def test_gathers_over_smaller_groups_have_a_first_one_and_caches_of_their_own() -> None:
+    # Over 4 ranks in forward; then over pairs, of which each rank holds twice as much.
+    found = options(gathered(1000, 3000, times={(4, 4000): 1.0, (2, 8000): 1.0}))
+    assert found["value"].link == 10 * (1000 + 2000) * 0.5
+    assert found["value"].encoding == (1000 + 2000) * 3
+    assert found["value"].decoding == (4 * 1000 + 2 * 2000) * 2
+    assert found["value"].cache_bytes == 2 * (4 * 1000 + 2 * 2000)
+    assert found["exponent"].cache_bytes == 4 * 1000 + 2 * 2000
+    (one,) = problem([gathered(10, times={(4, 10): 1.0, (2, 20): 1.0})], {}, DIFFERENCE, 100)
+    assert one.shards[0].plain == 10 * 2 * (10 + 20)
+
+
+SCHEMES = {
+    "value": {"treatment": "value"},
+    "exponent": {"treatment": "exponent"},
+    "blocks": {"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64},
+    "blocks-hash": {
+        **{"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64},
+        "block_check": "hash",
+    },
+}
+
+
+def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple[int, int, int]]]:
+    """By scheme, for every parameter group: what it keeps, what was predicted, and how many hashes
+    a prediction may be off by."""
+    found = {}
+    for name, arguments in narrows.items():
+        model, optimizer = build(setup)
+        handle, _ = narrow(replace(setup, narrow=arguments), model, optimizer)
+        train(setup, model, optimizer)
+        scheme = Scheme(**arguments)
+        found[name] = []
+        for comm in handle._comms:
+            group = Gathered(
+                label=comm.group.name,
+                params=comm.group.params,
+                numels=tuple(comm.group.numels),
+                times={s: n / setup.steps for s, n in gain.merged_times(comm.gathers).items()},
+                links=LINKS,
+                hidden=0.0,
+                host=(0.0, 0.0),
+                announce=0.0,
+                treatments={},
+                treatable=frozenset(param.name for param in comm.group.params),
+            )
+            (one,) = problem([group], {ALL: seen(), **_all_seen(group)}, scheme, 100)
+            predicted = _caches(one, scheme.treatment)
+            found[name].append((comm.kept_bytes, predicted, len(comm.states) * len(one.shards)))
+        handle.remove()
+    return found
+
+
+def _all_seen(group: Gathered) -> dict[str, Seen]:
+    return {param.name: seen() for param in group.params}
+
+
+def _caches(group: Group, treatment: str) -> int:
+    chosen = (s.options.get(treatment, s.options["raw"]) for s in group.shards)
+    return sum(option.cache_bytes for option in chosen)
+
+
+MIXED = {"frozen": (torch.int64, torch.float32), "gathered": None, "dtype": BF16}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup"),
+    [
+        (2, Setup(steps=1, **MIXED)),
+        (4, Setup(steps=1, reshard=2)),
+    ],
+    ids=["mixed dtypes", "resharded to pairs"],
+)
+def test_caches_take_what_was_predicted(ranks, world_size: int, setup: Setup) -> None:
+    for found in ranks(world_size).run(_cache_bytes, setup, SCHEMES):
+        for name, groups in found.items():
+            assert len(groups) == 3
+            for kept, predicted, hashes in groups:
+                assert kept > 0
+                # Of blocks that hold values of two parameters there is one hash.
+                spare = 16 * hashes if name == "blocks-hash" else 0
+                assert kept <= predicted <= kept + spare, name

@@ -1,0 +1,291 @@
+"""What is seen of shards in training is what happened to them, and training does not notice."""
+
+import math
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from narrowcast import floats
+from narrowcast.allgather import codec, observation
+from narrowcast.allgather.codec import Scheme
+from narrowcast.allgather.coders import find_coder
+from narrowcast.allgather.observation import (
+    ALL,
+    TREATMENTS,
+    Cost,
+    Observer,
+    Seen,
+    examine,
+    sum_over_ranks,
+)
+from narrowcast.torch_internals import param_groups
+from narrowcast.volume import Changes, count_changes
+from tests.narrowcast.training import Setup, build, same_bits, state_of, train
+
+CODER = find_coder("zstd")
+SCHEMES = {
+    "difference": Scheme("value", "difference", 64),
+    "blocks": Scheme("value", "blocks", 64),
+    "hashes": Scheme("value", "blocks", 64, "hash"),
+}
+OPTIONS = {"exponent_exchange": "difference", "block_size": 64, "block_check": "compare"}
+
+
+def before_and_after(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
+    """Bits of weights before and after a small step."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(size, generator=generator)
+    step = 1e-3 * torch.randn(size, generator=generator)
+    bits = floats.LAYOUTS[dtype].bits
+    return weight.to(dtype).view(bits), (weight + step).to(dtype).view(bits)
+
+
+@pytest.mark.parametrize("dtype", floats.LAYOUTS)
+@pytest.mark.parametrize("check", SCHEMES)
+def test_bytes_and_changes_are_those_of_a_gather(dtype: torch.dtype, check: str) -> None:
+    layout, size = floats.LAYOUTS[dtype], 10_001
+    old, new = before_and_after(dtype, size)
+    seen = examine(old, new, layout, SCHEMES[check], CODER)
+    assert seen.changes == count_changes(new, old, layout, 64)
+    assert 0 < seen.changes.changed_exponents < seen.changes.changed_values < size
+    first_bytes = {}
+    for treatment, cost in zip(TREATMENTS, seen.costs, strict=True):
+        scheme = replace(SCHEMES[check], treatment=treatment)
+        first, later = (
+            codec.encode(new, codec.sender_keeps(kept, scheme, layout), scheme, layout, CODER).size
+            for kept in (old, new)
+        )
+        assert (cost.first_bytes, cost.later_bytes) == (first, later), treatment
+        assert min(cost.first_encoding, cost.later_encoding) > 0
+        assert min(cost.first_decoding, cost.later_decoding) > 0
+        hashes = treatment == "exponent" and check != "difference"
+        assert (cost.first_hashing > 0, cost.later_hashing > 0) == (hashes, hashes)
+        first_bytes[treatment] = cost.first_bytes
+        assert seen.a_value(treatment).first_bytes == pytest.approx(first / size)
+    assert list(first_bytes.values()) == sorted(first_bytes.values())
+    assert len(set(first_bytes.values())) == 4
+    assert first_bytes["raw"] == size * dtype.itemsize
+    assert seen.costs[TREATMENTS.index("value")].later_bytes == 0
+
+
+def test_what_was_seen_travels_as_numbers() -> None:
+    costs = (Cost(*range(1, 9)), Cost(0.25), Cost(), Cost(later_decoding=3.5))
+    seen = Seen(Changes(10, 20, 3, 4, 5, 6), costs)
+    assert Seen.from_numbers(seen.to_numbers()) == seen
+    both = Seen.from_numbers([2 * number for number in seen.to_numbers()])
+    assert both == seen + seen
+
+
+def _observer(model: Any, **changes: Any) -> Observer:
+    groups = param_groups(model)
+    names = {param.name for group in groups for param in group.params}
+    return Observer(groups, changes.pop("names", names), **OPTIONS, coder=CODER, **changes)
+
+
+def _whole_shards(observer: Observer) -> dict[str, Tensor]:
+    return {
+        param.name: group.piece(index, 0, group.numels[index])
+        for group in observer._groups
+        for index, param in enumerate(group.params)
+    }
+
+
+def _sums_and_brute_force(setup: Setup) -> tuple[list[str], dict[str, Seen], dict[str, Changes]]:
+    """What was seen over the ranks, and what all ranks' shards went through."""
+    model, optimizer = build(setup)
+    observer = _observer(model, share=math.inf)
+    expected: dict[str, Changes] = {}
+    shards: dict[str, Tensor] = {}
+    unlike = []
+
+    def after_step(*_: Any) -> None:
+        nonlocal shards
+        before, shards = shards, _whole_shards(observer)
+        changes = observer.after_step()
+        counted = {}
+        for name, old in before.items():
+            layout = floats.LAYOUTS.get(old.dtype)
+            if layout is not None:
+                new = shards[name].view(layout.bits)
+                counted[name] = count_changes(new, old.view(layout.bits), layout, 64)
+                expected[name] = expected.get(name, Changes()) + counted[name]
+        if changes != counted:
+            unlike.append(f"step {len(unlike)}: {changes} for {counted}")
+
+    optimizer.register_step_post_hook(after_step)
+    train(setup, model, optimizer)
+    device = torch.device("cpu")
+    seen = sum_over_ranks(observer.seen, [ALL, *shards], device)
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, expected)
+    totals = {
+        name: sum((counts.get(name, Changes()) for counts in everyones), Changes())
+        for name in shards
+    }
+    observer.clear()
+    assert observer.seen == {}
+    return unlike, seen, totals
+
+
+def test_every_whole_shard_is_seen_at_every_step_where_that_is_wanted(ranks) -> None:
+    setup = Setup(gathered=None, dtype=torch.bfloat16, frozen=(torch.int64, torch.float32))
+    results = ranks(2).run(_sums_and_brute_force, setup)
+    (_, sums, totals), (_, others, _) = results
+    assert [unlike for unlike, *_ in results] == [[], []]
+    assert sums == others  # times too
+    assert {name: one.changes for name, one in sums.items() if name != ALL} == totals
+    experts = totals["0.experts.w1_EFD"]
+    assert (experts.values, experts.changed_values > 0) == (3 * 6 * 48 * 24, True)
+    assert totals["0.table_torch_float32"].changed_values == 0
+    assert totals["0.table_torch_int64"] == Changes()
+    # Times are of whole pieces: those of the largest shards, here the experts'.
+    largest = [totals[f"{block}.experts.{name}"] for block in "01" for name in ("w1_EFD", "w2_EDF")]
+    assert sums[ALL].changes == sum(largest, Changes())
+
+
+LENGTH = 100  # of a piece
+STEP_SECONDS, COST = (3.0, 2.0), (0.02, 0.05)  # of either rank
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def examine(self, *_: Any) -> Seen:
+        self.now += COST[dist.get_rank()]
+        return Seen(Changes(values=1))
+
+
+def _pieces_a_step(share: float) -> tuple[float, list[int], list[str], float]:
+    model, _ = build(Setup())
+    clock = Clock()
+    with (
+        patch.object(observation, "time", clock),
+        patch.object(observation, "examine", clock.examine),
+        patch.object(observation, "MAX_RUN_VALUES", LENGTH),
+    ):
+        observer = _observer(model, share=share)
+        looked, order = [], []
+        for step in range(9):
+            # The first steps are slow, and must not count.
+            clock.now += STEP_SECONDS[dist.get_rank()] if step == 2 else 1000.0
+            before = sum(one.changes.values for name, one in observer.seen.items() if name != ALL)
+            order += observer.after_step()
+            after = sum(one.changes.values for name, one in observer.seen.items() if name != ALL)
+            looked.append(after - before)
+        return observer.pieces_a_step, looked, order, observer.spent
+
+
+def test_all_ranks_look_at_what_the_slowest_and_the_shortest_step_have_room_for(ranks) -> None:
+    first, second = ranks(2).run(_pieces_a_step, 0.0625)
+    assert first[0] == second[0] == pytest.approx(0.0625 * 2 / 0.05)  # 2.5
+    # Copied from the third step on, and compared a step later.
+    assert first[1] == second[1] == [0, 0, 0, 2, 3, 2, 3, 2, 3]
+    assert first[3] == pytest.approx(3 * 0.02)
+    assert second[3] == pytest.approx(3 * 0.05)
+    assert not set(first[2][:5]) & set(second[2][:5])  # each begins with other shards
+
+
+def test_a_piece_now_and_then_where_there_is_room_for_less_than_one(ranks) -> None:
+    for pieces_a_step, looked, *_ in ranks(2).run(_pieces_a_step, 0.0125):
+        assert pieces_a_step == pytest.approx(0.5)
+        assert looked == [0, 0, 0, 0, 1, 0, 1, 0, 1]
+
+
+def _compared_pieces(share: float) -> tuple[set, set, int]:
+    """Values looked at (their parameter and where they are), those that there are, and how many
+    were looked at in all, in as many steps as it takes to see each once."""
+    model, _ = build(Setup())
+    looked: list[tuple[str, int, int]] = []
+    with patch.object(observation, "MAX_RUN_VALUES", LENGTH):
+        observer = _observer(model, share=share, names={"0.router.weight", "1.experts.w2_EDF"})
+        observer.pieces_a_step = 5.0
+        num_turns = len(observer._turns)
+        for _ in range(-(-num_turns // 5)):
+            observer.after_step()
+            for piece in observer._pieces:
+                name = observer._groups[piece.group].params[piece.param].name
+                looked.append((name, piece.start, piece.bits_N.numel()))
+    sizes = {
+        name: shard.numel()
+        for name, shard in _whole_shards(observer).items()
+        if name in ("0.router.weight", "1.experts.w2_EDF")
+    }
+    values = {(name, start + i) for name, start, size in looked for i in range(size)}
+    there = {(name, i) for name, size in sizes.items() for i in range(size)}
+    return values, there, max(size for *_, size in looked)
+
+
+def test_in_time_every_value_is_looked_at(ranks) -> None:
+    for values, there, longest in ranks(2).run(_compared_pieces, 0.01):
+        assert values == there
+        assert longest == LENGTH
+
+
+def _trained(setup: Setup, watched: bool) -> tuple[list[float], list[Tensor]]:
+    model, optimizer = build(setup)
+    torch.manual_seed(dist.get_rank())
+    if watched:
+        observer = _observer(model, share=math.inf)
+        optimizer.register_step_post_hook(lambda *_: observer.after_step())
+    losses = train(setup, model, optimizer)
+    return losses, [*state_of(model, optimizer), torch.get_rng_state()]
+
+
+def _differs(setup: Setup) -> list[str]:
+    plain, watched = _trained(setup, watched=False), _trained(setup, watched=True)
+    found = [] if plain[0] == watched[0] else ["losses"]
+    return found if same_bits(plain[1], watched[1]) else [*found, "state"]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [Setup(steps=2), Setup(steps=2, gathered=None, dtype=torch.bfloat16)],
+    ids=["mixed precision", "bf16 masters"],
+)
+def test_training_does_not_notice_that_it_is_watched(ranks, setup: Setup) -> None:
+    """Random numbers, of dropout say, neither."""
+    assert ranks(2).run(_differs, setup) == [[], []]
+
+
+def _pieces(setup: Setup) -> list[str]:
+    """What is wrong with the pieces of a group."""
+    model, optimizer = build(setup)
+    wrong = []
+    for group in param_groups(model):
+        pieces = [group.piece(i, 0, numel) for i, numel in enumerate(group.numels)]
+        whole = torch.cat([piece.view(torch.uint8) for piece in pieces])
+        if not torch.equal(whole, group.shard()):
+            wrong.append(f"{group.name}: not what is gathered")
+        if not torch.equal(group.piece(0, 3, 10), pieces[0][3:10]):
+            wrong.append(f"{group.name}: another stretch")
+        for piece in pieces:
+            piece.zero_()
+        if not torch.equal(whole, group.shard()):
+            wrong.append(f"{group.name}: parameters change with a piece")
+    (group, *_) = param_groups(model)
+    index = [param.name for param in group.params].index("0.experts.w1_EFD")
+    piece = group.piece(index, 0, group.numels[index])
+    before = piece.clone()
+    train(replace(setup, steps=1), model, optimizer)
+    if not torch.equal(piece, before):
+        wrong.append("a piece changes with the parameters")
+    if torch.equal(group.piece(index, 0, group.numels[index]), before):
+        wrong.append("nothing was trained")
+    return wrong
+
+
+@pytest.mark.parametrize("gathered", [torch.bfloat16, None])
+def test_a_piece_is_a_copy_of_what_is_gathered(ranks, gathered: torch.dtype | None) -> None:
+    setup = Setup(gathered=gathered, dtype=torch.bfloat16 if gathered is None else torch.float32)
+    assert ranks(2).run(_pieces, setup) == [[], []]

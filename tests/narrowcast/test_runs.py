@@ -1,0 +1,113 @@
+"""What is kept of a shard when its treatments change: all that the new ones can use, to the bit."""
+
+import random
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowcast import floats
+from narrowcast.allgather import codec, runs
+from narrowcast.allgather.codec import Scheme
+from narrowcast.allgather.runs import Run, make_runs, recut
+
+HASHES = Scheme("exponent", "blocks", block_size=8, block_check="hash")
+SCHEMES = {
+    **{name: Scheme(name, block_size=8) for name in ("value", "exponent", "coded", "raw")},
+    "blocks": Scheme("exponent", "blocks", block_size=8),
+    "hashes": HASHES,
+}
+USABLE = {
+    **{("value", to): True for to in ("value", "exponent", "blocks")},
+    **{(of, to): True for of in ("exponent", "blocks") for to in ("exponent", "blocks")},
+}
+SIZES = {"a": 301, "b": 0, "c": 7, "d": 64, "e": 130}
+
+
+def cut(
+    treatments: dict[str, str], dtypes: dict[str, torch.dtype], longest: int
+) -> tuple[Run, ...]:
+    params = [(name, SIZES[name], dtypes[name]) for name in SIZES]
+    with patch.object(runs, "MAX_RUN_VALUES", longest):
+        return make_runs(params, {name: SCHEMES[of] for name, of in treatments.items()})
+
+
+def kept_of(cut_runs: tuple[Run, ...], shard_bytes: Tensor, own: bool) -> list[Tensor | None]:
+    """What a sender keeps of its own shard, or a receiver of it."""
+    keeps = codec.sender_keeps if own else codec.receiver_keeps
+    return [keeps(run.bits(shard_bytes), run.scheme, run.layout) for run in cut_runs]
+
+
+def random_shard(dtypes: dict[str, torch.dtype]) -> Tensor:
+    """Any bits, with NaN of all payloads among them: uint8."""
+    nbytes = sum(size * dtypes[name].itemsize for name, size in SIZES.items())
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(256, (nbytes,), generator=generator, dtype=torch.uint8)
+
+
+def same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", floats.LAYOUTS)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_new_treatment_finds_what_it_would_have_kept(dtype: torch.dtype, own: bool) -> None:
+    dtypes = dict.fromkeys(SIZES, dtype)
+    shard_bytes = random_shard(dtypes)
+    for before in SCHEMES:
+        for after in SCHEMES:
+            old = cut(dict.fromkeys(SIZES, before), dtypes, longest=40)
+            new = cut(dict.fromkeys(SIZES, after), dtypes, longest=104)
+            assert len(old) > len(new) > 1  # shards are longer than a run
+            found = recut(old, kept_of(old, shard_bytes, own), new)
+            expected = kept_of(new, shard_bytes, own)
+            if not USABLE.get((before, after)):
+                expected = [None] * len(new)
+            assert all(map(same, found, expected)), (before, after)
+            assert len(found) == len(new)
+
+
+def test_every_shard_of_a_group_keeps_what_it_can_through_many_changes() -> None:
+    rng = random.Random(0)
+    dtypes = {
+        **{"a": torch.bfloat16, "b": torch.float16, "c": torch.bfloat16},
+        **{"d": torch.int64, "e": torch.float32},
+    }
+    shard_bytes = random_shard(dtypes)
+    kinds = set()
+    for _ in range(100):
+        two = rng.sample(list(SCHEMES), 2)
+        before, after = ({name: rng.choice(two) for name in SIZES} for _ in range(2))
+        old, new = cut(before, dtypes, longest=40), cut(after, dtypes, longest=200)
+        found = recut(old, kept_of(old, shard_bytes, own=True), new)
+        for run, one, full in zip(new, found, kept_of(new, shard_bytes, own=True), strict=True):
+            usable = all(
+                dtypes[name] != torch.int64 and USABLE.get((before[name], after[name]))
+                for name, _ in run.params
+            )
+            assert same(one, full if usable else None), (before, after, run)
+            kinds.add((run.scheme.treatment, usable, len(run.params) > 1))
+    # Runs of several parameters were among them, with all of them known and not.
+    assert {("value", True, True), ("exponent", True, True), ("value", False, True)} <= kinds
+
+
+def test_a_run_with_a_part_that_is_not_known_is_cold() -> None:
+    dtypes = dict.fromkeys(SIZES, torch.bfloat16)
+    shard_bytes = random_shard(dtypes)
+    old = cut(dict.fromkeys(SIZES, "value"), dtypes, longest=104)
+    kept = kept_of(old, shard_bytes, own=False)
+    kept[1] = None  # a part of ``a``
+    new = cut({**dict.fromkeys(SIZES, "value"), "c": "exponent"}, dtypes, longest=1000)
+    assert [[name for name, _ in run.params] for run in new] == [["a"], ["c"], ["d", "e"]]
+    expected = [None, *kept_of(new, shard_bytes, own=False)[1:]]
+    assert all(map(same, recut(old, kept, new), expected))
+
+
+def test_what_was_not_kept_yet_stays_cold() -> None:
+    dtypes = dict.fromkeys(SIZES, torch.bfloat16)
+    old = cut(dict.fromkeys(SIZES, "value"), dtypes, longest=40)
+    new = cut(dict.fromkeys(SIZES, "exponent"), dtypes, longest=104)
+    assert recut(old, [None] * len(old), new) == [None] * len(new)

@@ -1,0 +1,471 @@
+"""Profiles a job: what its collectives take, how often its exponents change, and what would pay.
+
+    torchrun --nproc-per-node 8 -m torchtitan_ext.profile --job.config_file x.toml
+
+It trains some steps as plain FSDP2 would, and watches: figures 1 to 5 of the CIERA paper, and the
+TOML lines that this job should have. Any flag of torchtitan may follow. ``docs/profile.md`` tells
+what it writes to ``dump_folder/profile``.
+"""
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from narrowcast import figures
+from narrowcast.experts.files import check_writable
+from torchtitan_ext.config import NarrowcastConfig
+
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
+    from narrowcast.allgather.selection import Choice, Group
+    from narrowcast.reducescatter.gain import Reduction
+
+STEPS = 40
+MARGIN = 0.05  # of the time of plain reduce-scatters, that must be saved
+_LEAST_STEPS = 6
+_SETTLED_STEPS = 10  # at the end, of which all but figure 2 is
+_PROFILED_STEPS = 2
+_STEPS_FLAG = "--profile.steps"
+
+# What names of collectives hold, written without underscores, in gloo's events and NCCL's kernels.
+_COLLECTIVES = {
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "sendrecv": "all_to_all",
+}
+_MEASURES = (
+    "Time of every collective from when it starts on a rank until it is done there, by torch's "
+    "profiler, of the rank that waits least for the others; two at once count twice. Bytes: what "
+    "the rank sends that sends most."
+)
+
+
+def launch(ranks: int | None, flags: Sequence[str]) -> int:
+    """Profiles on so many ranks of this machine (None: one for each accelerator), or, within
+    torchrun, as one of its ranks. Returns the exit code.
+
+    Raises:
+        ValueError: there are no two ranks.
+    """
+    if "RANK" in os.environ:
+        if ranks is not None:
+            raise ValueError(f"--ranks {ranks}: torchrun has started the ranks: leave it out")
+        main(list(flags))
+        return 0
+    import torch
+
+    if ranks is None and torch.accelerator.is_available():
+        ranks = torch.accelerator.device_count()
+    if ranks is None or ranks < 2:
+        given = "there is no accelerator" if ranks is None else f"{ranks} rank"
+        raise ValueError(f"{given}: parameters are gathered by 2 ranks or more: give --ranks N")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(ranks), "-m", "torchtitan_ext.profile", *flags]
+    return subprocess.run(command).returncode
+
+
+def main(flags: list[str] | None = None) -> None:
+    """A rank of it. Exits with code 2 and a short message where flags or files are wrong."""
+    flags = sys.argv[1:] if flags is None else flags
+    from torchtitan_ext import compat, cpu
+
+    compat.apply()
+    cpu.apply()
+    import torch.distributed as dist
+    from torchtitan.tools.logging import init_logger
+
+    from torchtitan_ext.train import _once
+
+    init_logger()
+
+    with _once():
+        try:
+            steps, flags = _take_steps(flags)
+            config = _parse(flags)
+            folder = Path(config.dump_folder) / "profile"
+            figures.check_drawable()
+            if os.environ.get("RANK", "0") == "0":
+                check_writable(folder / "profile.json")
+        except (ValueError, ImportError, OSError) as error:
+            print(f"torchtitan_ext.profile: {error}", file=sys.stderr)
+            sys.exit(2)
+    measured = profile(config, steps)
+    if dist.get_rank() == 0:
+        print(f"\n{write(measured, folder)}")
+    dist.destroy_process_group()
+
+
+def write(measured: dict[str, Any], folder: Path) -> str:
+    """Writes a profile and its figures, and returns what to tell of them."""
+    file = folder / "profile.json"
+    file.write_text(json.dumps(measured, indent=1, allow_nan=False) + "\n")
+    drawn = figures.draw(measured, folder)
+    recommended = measured["recommendation"]
+    return (
+        f"{recommended['text']}\n\n{recommended['toml']}\n"
+        f"Wrote {file} and {drawn[0].name} to {drawn[-1].name}"
+    )
+
+
+def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
+    """Trains the job for some steps and returns its profile, as strict JSON holds it. The same on
+    every rank, but for the selection of pipeline stages, which is that of the rank's own. Saves no
+    checkpoint, and logs to ``dump_folder/profile``."""
+    import torch.distributed as dist
+
+    from narrowcast.allgather import calibration, change_profile, selection
+    from narrowcast.torch_internals import param_groups
+    from narrowcast.volume import reduce_over_ranks
+
+    observed = _observed(config, steps)
+    warmup = observed.narrowcast.all_gather.warmup_steps
+    trainer = observed.build()
+    try:
+        trainer.checkpointer.save = lambda *_, **__: None
+        groups = param_groups(*trainer.model_parts)
+        block_size = observed.narrowcast.all_gather.block_size
+        watch = _Watch(trainer, groups, change_profile.ChangeRecorder(groups, block_size), warmup)
+        trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())
+        trainer.train()
+        volume = reduce_over_ranks(trainer.narrowed.ledger.last, trainer.device)
+        dist.barrier()
+        checks = change_profile.check_seconds(groups, block_size)
+        mine = (watch.recorder.recorded(), watch.seconds, watch.collectives, checks)
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, mine)
+        controller = trainer.narrowed.selection
+        recorded, seconds, collectives, checks = zip(*everyones, strict=True)
+        step_seconds = {step: max(one[step] for one in seconds) for step in seconds[0]}
+        step_median = statistics.median(
+            taken for step, taken in step_seconds.items() if step > warmup
+        )
+        measured: dict[str, Any] = {
+            "job": {
+                "name": Path(observed.job.config_file).name or type(config).__qualname__,
+                "config_file": observed.job.config_file,
+                "world_size": dist.get_world_size(),
+                "backend": dist.get_backend(),
+                "device": trainer.device.type,
+                "parameters": sum(p.numel() for m in trainer.model_parts for p in m.parameters()),
+                "steps": steps,
+                "settled_after_step": warmup,
+                "learning_rate": watch.learning_rate,
+            },
+            "step_seconds": {
+                "median": step_median,
+                "of_steps": {str(step): s for step, s in step_seconds.items()},
+                "measures": "Wall time of the slowest rank, without the profile's own.",
+            },
+            "communication": {
+                "measures": _MEASURES,
+                "profiled_steps": watch.profiled,
+                "seconds_per_step": _seconds_a_step(collectives, max(watch.profiled, 1)),
+                "bytes_per_step": dict(volume.sent),
+            },
+            **change_profile.merged(recorded),
+            "check_cost": _check_cost(checks, step_median),
+            "calibration": calibration.as_json(controller.calibration),
+            "selection": selection.as_json(controller.problem, controller.choice),
+            "reductions": [
+                {**dataclasses.asdict(one), "pays": one.pays} for one in controller.reductions
+            ],
+        }
+        measured["recommendation"] = recommend(
+            config.narrowcast,
+            controller.problem,
+            controller.choice,
+            controller.reductions,
+            step_median,
+        )
+        return json.loads(json.dumps(measured, allow_nan=False))
+    finally:
+        trainer.close()
+        gc.enable()  # torchtitan disables it
+
+
+class _Watch:
+    """Looks at a trainer after each of its steps.
+
+    Attributes:
+        seconds: by step, of those that were not profiled.
+        collectives: kinds and seconds of all collectives of the profiled steps, as they began.
+    """
+
+    def __init__(self, trainer: Any, groups: list[Any], recorder: Any, warmup: int) -> None:
+        import torch
+
+        self.recorder = recorder
+        self.seconds: dict[int, float] = {}
+        self.collectives: list[tuple[str, float]] = []
+        self.profiled = 0
+        self.learning_rate = 0.0
+        self._trainer, self._warmup = trainer, warmup
+        # gloo makes its reduce-scatter of an all-reduce, which only its size tells from others.
+        self._reduced = {sum(group.numels) * group.process_group.size() for group in groups}
+        self._on_cpu = trainer.device.type == "cpu"
+        activity = torch.profiler.ProfilerActivity
+        self._profiler = torch.profiler.profile(
+            activities=[activity.CPU if self._on_cpu else activity.CUDA], record_shapes=True
+        )
+        self._is_profiling = False
+        self._ended = 0.0
+
+    def after_step(self) -> None:
+        import torch.distributed as dist
+
+        self._synchronize()
+        step, now = self._trainer.step, time.perf_counter()
+        if self._is_profiling:
+            self.profiled += 1
+            if self.profiled == _PROFILED_STEPS:
+                self._end_profiling()
+        elif self._ended:
+            self.seconds[step] = now - self._ended
+        (optimizer, *_) = self._trainer.optimizers
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
+        self.recorder.after_step(step, settled=step > self._warmup)
+        if step == self._warmup:
+            self._profiler.start()
+            self._is_profiling = True
+        self._synchronize()
+        dist.barrier()  # none waits in the next step for another's look at this one
+        self._ended = time.perf_counter()
+
+    def _end_profiling(self) -> None:
+        self._profiler.stop()
+        self._is_profiling = False
+        events = sorted(
+            self._profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+        )
+        for event in events:
+            kind = self._kind(event)
+            if kind is not None:
+                self.collectives.append((kind, 1e-9 * event.duration_ns()))
+
+    def _kind(self, event: Any) -> str | None:
+        """Of a collective's event; None of other events."""
+        name = event.name()
+        if not name.startswith("gloo:" if self._on_cpu else ("ncclDevKernel", "ncclKernel")):
+            return None
+        if "barrier" in name:
+            return None  # ours
+        plain = name.lower().replace("_", "")
+        kind = next((kind for part, kind in _COLLECTIVES.items() if part in plain), "other")
+        if self._on_cpu and kind == "all_reduce" and event.shapes():
+            (shape, *_) = event.shapes()
+            if len(shape) == 1 and shape[0] in self._reduced:
+                return "reduce_scatter"
+        return kind
+
+    def _synchronize(self) -> None:
+        import torch
+
+        if not self._on_cpu:
+            torch.accelerator.synchronize()
+
+
+def _take_steps(flags: Sequence[str]) -> tuple[int, list[str]]:
+    """Our own flag, and the others.
+
+    Raises:
+        ValueError: it is no number of steps.
+    """
+    rest: list[str] = []
+    given: str | None = None
+    remaining = iter(flags)
+    for flag in remaining:
+        name, equals, value = flag.partition("=")
+        if name == _STEPS_FLAG:
+            given = value if equals else next(remaining, "")
+        else:
+            rest.append(flag)
+    if given is None:
+        return STEPS, rest
+    if not given.isdecimal() or int(given) < _LEAST_STEPS:
+        raise ValueError(f"{_STEPS_FLAG} {given}: must be an integer of at least {_LEAST_STEPS}")
+    return int(given), rest
+
+
+def _parse(flags: Sequence[str]) -> "Trainer.Config":
+    from torchtitan.config import ConfigManager
+
+    sys.argv[1:] = ["--module", "torchtitan_ext", "--config", "from_toml", *flags]
+    return ConfigManager().parse_args()
+
+
+def _observed(config: "Trainer.Config", steps: int) -> "Trainer.Config":
+    """The same job, of so many steps, in which nothing is narrowed but all is watched."""
+    replace = dataclasses.replace
+    warmup = steps - min(_SETTLED_STEPS, steps // 2)
+    interval = config.narrowcast.all_gather.reselect_interval
+    narrowcast = replace(
+        config.narrowcast,
+        all_gather=replace(
+            config.narrowcast.all_gather,
+            enable=True,
+            treatment="observe",
+            warmup_steps=warmup,
+            # No other look within the profile, which would be counted as communication.
+            reselect_interval=interval and max(interval, steps),
+        ),
+        reduce_scatter=replace(config.narrowcast.reduce_scatter, enable=False),
+        volume=replace(config.narrowcast.volume, enable=True),
+    )
+    # Learning rates are those that the whole job would have.
+    total_steps = config.lr_scheduler.total_steps or config.training.steps
+    return replace(
+        config,
+        dump_folder=str(Path(config.dump_folder) / "profile"),
+        training=replace(config.training, steps=steps),
+        lr_scheduler=replace(config.lr_scheduler, total_steps=max(total_steps, steps)),
+        profiler=replace(config.profiler, enable_profiling=False, enable_memory_snapshot=False),
+        narrowcast=narrowcast,
+    )
+
+
+def _seconds_a_step(
+    of_ranks: Sequence[list[tuple[str, float]]], num_steps: int
+) -> dict[str, float]:
+    """By kind, of the rank that waits least for the others: in each collective, where all ranks
+    have as many of the kind, and in all of them otherwise."""
+    kinds = Counter(kind for one in of_ranks for kind, _ in one)
+    totals = {}
+    for kind in sorted(kinds):
+        seconds = [[s for other, s in one if other == kind] for one in of_ranks]
+        if len({len(one) for one in seconds}) == 1:
+            total = sum(map(min, zip(*seconds, strict=True)))
+        else:
+            total = min(sum(one) for one in seconds if one)
+        totals[kind] = total / num_steps
+    return totals
+
+
+def _check_cost(of_ranks: Sequence[dict[str, float]], step_seconds: float) -> dict[str, Any]:
+    from narrowcast.allgather.change_profile import INTERVALS
+
+    seconds = {name: max(one[name] for one in of_ranks) for name in ("hash", "compare")}
+    shares = {
+        name: [s / interval / (step_seconds + s / interval) for interval in INTERVALS]
+        for name, s in seconds.items()
+    }
+    return {
+        "measures": "Seconds that the slowest rank takes to check all its shards, measured alone; "
+        "of a step's time with its checks, not overlapped, computed.",
+        "seconds": seconds,
+        "intervals": list(INTERVALS),
+        "share_of_step": shares,
+    }
+
+
+def recommend(
+    switches: NarrowcastConfig,
+    problem: Sequence["Group"],
+    choice: "Choice",
+    reductions: Sequence["Reduction"],
+    step_seconds: float,
+) -> dict[str, Any]:
+    """The TOML that the job should have, and what it is expected to save.
+
+    Args:
+        switches: of the job; its other settings stay.
+        problem, choice, reductions: of the controller that has watched the job.
+    """
+    shards = [(group, shard) for group in problem for shard in group.shards]
+    chosen = {
+        (group.name, shard.name): choice.treatments.get(group.name, {}).get(shard.name, "raw")
+        for group, shard in shards
+    }
+    values = max(sum(shard.values for _, shard in shards), 1)
+    plain_bits = sum(s.values * s.options["raw"].bits for _, s in shards) / values
+    bits = sum(s.values * s.options[chosen[g.name, s.name]].bits for g, s in shards) / values
+    saved = choice.plain_seconds - choice.seconds
+    sections = {"all_gather": _all_gather_lines(switches.all_gather, chosen, choice)}
+    gather_text = (
+        "Parameters: on this link no treatment of any shard pays. Leave all-gathers to plain "
+        f"FSDP2: {_ms(choice.plain_seconds)} of gathers a step are predicted."
+    )
+    if choice.treatments:
+        gather_text = (
+            f"Parameters: {_ms(choice.plain_seconds)} of gathers a step, plain, become "
+            f"{_ms(choice.seconds)} (predicted): {_ms(saved)} less, where a step takes "
+            f"{_ms(step_seconds)} ({saved / step_seconds:.0%}), as far as computation does not "
+            f"hide them. {bits:.1f} bits a parameter in the first gather of a step, "
+            f"{plain_bits:.1f} plain; {choice.cache_bytes / 2**20:,.1f} MiB of caches on a rank."
+        )
+    if choice.unlimited_seconds < choice.seconds:
+        gather_text += (
+            f" With a larger cache_budget_gib: {_ms(choice.unlimited_seconds)}, and "
+            f"{choice.unlimited_cache_bytes / 2**20:,.1f} MiB."
+        )
+    plain, coded = (sum(getattr(one, name) for one in reductions) for name in ("plain", "coded"))
+    gradient_text = "Gradients: not predicted here."
+    if reductions:
+        pays = coded < (1 - MARGIN) * plain
+        sections["reduce_scatter"] = _lines(switches.reduce_scatter, {"enable": pays})
+        gradient_text = (
+            f"Gradients: {_ms(plain)} of reduce-scatters a step, plain, would become {_ms(coded)} "
+            f"coded (predicted), {'which pays' if pays else 'which does not pay'}."
+        )
+    toml = "\n\n".join(
+        "\n".join([f"[narrowcast.{name}]", *lines]) for name, lines in sections.items()
+    )
+    return {
+        "text": f"{gather_text}\n{gradient_text}",
+        "toml": toml + "\n",
+        "expected": {
+            "gather_seconds_per_step": {"plain": choice.plain_seconds, "chosen": choice.seconds},
+            "saved_seconds_per_step": saved,
+            "saved_share_of_step": saved / step_seconds,
+            "bits_per_parameter_first_gather": {"plain": plain_bits, "chosen": bits},
+            "cache_bytes_per_rank": choice.cache_bytes,
+            "reduce_scatter_seconds_per_step": {"plain": plain, "coded": coded},
+        },
+    }
+
+
+def _all_gather_lines(switches: Any, chosen: dict[tuple[str, str], str], choice: Any) -> list[str]:
+    """One treatment where all shards get the same; else `auto`, with a budget that is enough."""
+    if not choice.treatments:
+        return ["enable = false"]
+    treatments = set(chosen.values())
+    if len(treatments) == 1:
+        of_auto = ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval")
+        return _lines(switches, {"enable": True, "treatment": treatments.pop()}, of_auto)
+    budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
+    budget = min(budget, switches.cache_budget_gib)
+    return _lines(switches, {"enable": True, "treatment": "auto", "cache_budget_gib": budget})
+
+
+def _lines(switches: Any, new: dict[str, Any], left_out: Sequence[str] = ()) -> list[str]:
+    """Lines of TOML with new settings, and those that the job has changed from their defaults."""
+    from torchtitan_ext.toml_writer import to_lines
+
+    default = type(switches)()
+    kept = {
+        field.name: getattr(switches, field.name)
+        for field in dataclasses.fields(switches)
+        if field.name not in (*new, *left_out, "enable", "treatment")
+        and getattr(switches, field.name) != getattr(default, field.name)
+    }
+    return to_lines({**new, **kept})
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
+
+
+if __name__ == "__main__":
+    main()
