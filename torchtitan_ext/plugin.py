@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
 from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
@@ -63,6 +64,7 @@ class TrainerPlugin:
                 self.optimizers,
             )
             self.metrics_processor.selection = self.narrowed.selection
+            _warn_of_a_short_run(config)
         if switches.reduce_scatter.enable:
             self.narrowed_gradients = _install(
                 narrow_reduce_scatter, config, "reduce_scatter", self.model_parts, self.optimizers
@@ -107,6 +109,16 @@ class TrainerPlugin:
 
     def _ledger(self) -> Ledger | None:
         return next((handle.ledger for handle in self._handles()), None)
+
+
+def _warn_of_a_short_run(config: Any) -> None:
+    gathers, steps = config.narrowcast.all_gather, config.training.steps
+    if gathers.treatment in ("auto", "observe") and steps <= gathers.warmup_steps:
+        logger.warning(
+            f"narrowcast.all_gather.warmup_steps = {gathers.warmup_steps}, and training.steps = "
+            f'{steps}: treatment "{gathers.treatment}" will choose nothing. Train longer, or watch '
+            "fewer steps"
+        )
 
 
 def _install(

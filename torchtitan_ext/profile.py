@@ -10,7 +10,6 @@ what it writes to ``dump_folder/profile``.
 import dataclasses
 import gc
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -23,16 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from narrowcast import figures
 from narrowcast.experts.files import check_writable
-from torchtitan_ext.config import NarrowcastConfig
+from torchtitan_ext.recommendation import recommend
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-    from narrowcast.allgather.selection import Choice, Group
-    from narrowcast.reducescatter.gain import Reduction
-
 STEPS = 40
-MARGIN = 0.05  # of the time of plain reduce-scatters, that must be saved
 _LEAST_STEPS = 6
 _SETTLED_STEPS = 10  # at the end, of which all but figure 2 is
 _PROFILED_STEPS = 2
@@ -140,6 +135,10 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
         watch = _Watch(trainer, groups, change_profile.ChangeRecorder(groups, block_size), warmup)
         trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())
         trainer.train()
+        if max(watch.seconds, default=0) < steps:
+            raise RuntimeError(
+                f"the job's data ended before step {steps}: give fewer by {_STEPS_FLAG}"
+            )
         volume = reduce_over_ranks(trainer.narrowed.ledger.last, trainer.device)
         dist.barrier()
         checks = change_profile.check_seconds(groups, block_size)
@@ -368,103 +367,6 @@ def _check_cost(of_ranks: Sequence[dict[str, float]], step_seconds: float) -> di
         "intervals": list(INTERVALS),
         "share_of_step": shares,
     }
-
-
-def recommend(
-    switches: NarrowcastConfig,
-    problem: Sequence["Group"],
-    choice: "Choice",
-    reductions: Sequence["Reduction"],
-    step_seconds: float,
-) -> dict[str, Any]:
-    """The TOML that the job should have, and what it is expected to save.
-
-    Args:
-        switches: of the job; its other settings stay.
-        problem, choice, reductions: of the controller that has watched the job.
-    """
-    shards = [(group, shard) for group in problem for shard in group.shards]
-    chosen = {
-        (group.name, shard.name): choice.treatments.get(group.name, {}).get(shard.name, "raw")
-        for group, shard in shards
-    }
-    values = max(sum(shard.values for _, shard in shards), 1)
-    plain_bits = sum(s.values * s.options["raw"].bits for _, s in shards) / values
-    bits = sum(s.values * s.options[chosen[g.name, s.name]].bits for g, s in shards) / values
-    saved = choice.plain_seconds - choice.seconds
-    sections = {"all_gather": _all_gather_lines(switches.all_gather, chosen, choice)}
-    gather_text = (
-        "Parameters: on this link no treatment of any shard pays. Leave all-gathers to plain "
-        f"FSDP2: {_ms(choice.plain_seconds)} of gathers a step are predicted."
-    )
-    if choice.treatments:
-        gather_text = (
-            f"Parameters: {_ms(choice.plain_seconds)} of gathers a step, plain, become "
-            f"{_ms(choice.seconds)} (predicted): {_ms(saved)} less, where a step takes "
-            f"{_ms(step_seconds)} ({saved / step_seconds:.0%}), as far as computation does not "
-            f"hide them. {bits:.1f} bits a parameter in the first gather of a step, "
-            f"{plain_bits:.1f} plain; {choice.cache_bytes / 2**20:,.1f} MiB of caches on a rank."
-        )
-    if choice.unlimited_seconds < choice.seconds:
-        gather_text += (
-            f" With a larger cache_budget_gib: {_ms(choice.unlimited_seconds)}, and "
-            f"{choice.unlimited_cache_bytes / 2**20:,.1f} MiB."
-        )
-    plain, coded = (sum(getattr(one, name) for one in reductions) for name in ("plain", "coded"))
-    gradient_text = "Gradients: not predicted here."
-    if reductions:
-        pays = coded < (1 - MARGIN) * plain
-        sections["reduce_scatter"] = _lines(switches.reduce_scatter, {"enable": pays})
-        gradient_text = (
-            f"Gradients: {_ms(plain)} of reduce-scatters a step, plain, would become {_ms(coded)} "
-            f"coded (predicted), {'which pays' if pays else 'which does not pay'}."
-        )
-    toml = "\n\n".join(
-        "\n".join([f"[narrowcast.{name}]", *lines]) for name, lines in sections.items()
-    )
-    return {
-        "text": f"{gather_text}\n{gradient_text}",
-        "toml": toml + "\n",
-        "expected": {
-            "gather_seconds_per_step": {"plain": choice.plain_seconds, "chosen": choice.seconds},
-            "saved_seconds_per_step": saved,
-            "saved_share_of_step": saved / step_seconds,
-            "bits_per_parameter_first_gather": {"plain": plain_bits, "chosen": bits},
-            "cache_bytes_per_rank": choice.cache_bytes,
-            "reduce_scatter_seconds_per_step": {"plain": plain, "coded": coded},
-        },
-    }
-
-
-def _all_gather_lines(switches: Any, chosen: dict[tuple[str, str], str], choice: Any) -> list[str]:
-    """One treatment where all shards get the same; else `auto`, with a budget that is enough."""
-    if not choice.treatments:
-        return ["enable = false"]
-    treatments = set(chosen.values())
-    if len(treatments) == 1:
-        of_auto = ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval")
-        return _lines(switches, {"enable": True, "treatment": treatments.pop()}, of_auto)
-    budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
-    budget = min(budget, switches.cache_budget_gib)
-    return _lines(switches, {"enable": True, "treatment": "auto", "cache_budget_gib": budget})
-
-
-def _lines(switches: Any, new: dict[str, Any], left_out: Sequence[str] = ()) -> list[str]:
-    """Lines of TOML with new settings, and those that the job has changed from their defaults."""
-    from torchtitan_ext.toml_writer import to_lines
-
-    default = type(switches)()
-    kept = {
-        field.name: getattr(switches, field.name)
-        for field in dataclasses.fields(switches)
-        if field.name not in (*new, *left_out, "enable", "treatment")
-        and getattr(switches, field.name) != getattr(default, field.name)
-    }
-    return to_lines({**new, **kept})
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f} ms"
 
 
 if __name__ == "__main__":

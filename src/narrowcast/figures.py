@@ -67,13 +67,11 @@ def _write(profile: dict[str, Any], draw_figure: Callable[[dict, Any], None], pa
     FigureCanvasAgg(figure)
     draw_figure(profile, figure)
     job = profile["job"]
-    figure.text(
-        0.995,
-        -0.05,
+    figure.supxlabel(
         f"{job['name']}, {job['world_size']} ranks, {job['backend']}, {job['device']}, "
         f"lr {job['learning_rate']:.3g}, {job['steps']} steps",
+        x=0.99,
         ha="right",
-        va="top",
         size=7,
         color="tab:gray",
     )
@@ -133,7 +131,9 @@ def _change_by_step(profile: dict[str, Any], figure: Any) -> None:
     )
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    axes.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False, fontsize="small"
+    )
 
 
 def _change_rates(profile: dict[str, Any], figure: Any) -> None:

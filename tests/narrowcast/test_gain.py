@@ -1,4 +1,4 @@
-"""What a treatment costs a step, by numbers that can be checked by hand, and what it really keeps."""
+"""What a treatment costs a step, by numbers that can be checked by hand, and what it keeps."""
 
 from dataclasses import replace
 from typing import Any
@@ -152,6 +152,13 @@ def test_a_change_costs_a_cold_cache_and_must_gain_more_than_noise(
         assert option.switching == pytest.approx(expected), treatment
 
 
+def test_hashes_are_not_made_of_what_is_kept() -> None:
+    hashes = Scheme("value", "blocks", block_check="hash")
+    found = options(gathered(1000, treatments={"w0": "value"}), hashes)
+    noise = 0.05 * found["value"].steady
+    assert found["exponent"].switching == pytest.approx(COLD["exponent"] + noise)
+
+
 def test_a_cold_cache_never_pays_for_a_change() -> None:
     # Where everything changes, coded values are smaller than differences.
     all_seen = {"w0": seen(smaller=0.25)}
@@ -250,15 +257,12 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
                 treatments={},
                 treatable=frozenset(param.name for param in comm.group.params),
             )
-            (one,) = problem([group], {ALL: seen(), **_all_seen(group)}, scheme, 100)
+            all_seen = {param.name: seen() for param in group.params}
+            (one,) = problem([group], all_seen, scheme, 100)
             predicted = _caches(one, scheme.treatment)
             found[name].append((comm.kept_bytes, predicted, len(comm.states) * len(one.shards)))
         handle.remove()
     return found
-
-
-def _all_seen(group: Gathered) -> dict[str, Seen]:
-    return {param.name: seen() for param in group.params}
 
 
 def _caches(group: Group, treatment: str) -> int:

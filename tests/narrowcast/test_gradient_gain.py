@@ -1,7 +1,6 @@
-"""Whether coded gradients pay on a link: what was coded is real, and what it means can be checked."""
+"""Whether coded gradients pay on a link, by real bytes and numbers that can be checked by hand."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,15 +47,17 @@ class Clock:
         return self.now
 
 
-def _watch() -> tuple[GradientWatch, list[SimpleNamespace]]:
-    groups = [SimpleNamespace(process_group=dist.group.WORLD) for _ in range(3)]
-    for group in groups:
-        group.__class__ = Hashable
+class Group:
+    """As far as a watch looks at a parameter group."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+
+def _watch() -> tuple[GradientWatch, list[Group]]:
+    groups = [Group() for _ in range(3)]
     return GradientWatch({f"group {i}": group for i, group in enumerate(groups)}, CODER), groups
-
-
-class Hashable(SimpleNamespace):
-    __hash__ = object.__hash__
 
 
 def _by_hand() -> list[Reduction]:
@@ -121,8 +122,9 @@ def _looks(calls: list[Any]) -> list[int | None]:
         ([0, 1, 2], [None, None, None]),  # no room before it is known
         ([0.01, 0, 1, 2, 0], [0, None, None, None]),  # one at first
         ([0.01, 0, 0.5, 1, 0.5, 1, 1], [0, None, 1, None]),  # then as many as there is room for
-        ([0.01, 2, 1, 0, 2.0, 1, 1, 2], [2, None, None, 1, None, None]),
+        ([0.01, 0, 1, 2, 2.0, 1, 1, 2], [0, None, None, 1, None, 2]),  # the others first
         ([0.01, *[9.0] * 9, *[0, 1, 2] * 3], [0, 1, 2, *[None] * 6]),  # room is not saved up
+        ([0.01, 1, 2, 1.0, 1, 2], [1, None, None, 2]),  # the first group is frozen
     ],
 )
 def test_one_group_after_the_other_is_looked_at_where_there_is_room(
@@ -159,6 +161,7 @@ def test_gradients_are_watched_in_training_though_a_group_is_frozen(ranks) -> No
     assert found == others
     assert {one.label for one in found} == {"1", "(root)"}
     assert all(4 < one.bits < 32 for one in found)
+    assert found[0].bits != found[1].bits  # either group's own
     assert [later for _, later, _ in results] == [[], []]
 
 
@@ -166,7 +169,8 @@ def test_the_table_has_a_line_a_group_and_a_verdict() -> None:
     pays = Reduction("layers.0", plain=0.010, raw=0.012, coded=0.004, bits=11.25)
     loses = Reduction("layers.1", plain=0.001, raw=0.0015, coded=0.0022, bits=12.5)
     head, first, second, _, verdict = table([pays, loses]).splitlines()
-    assert head.split() == "gradients of bits plain ms raw ms coded ms coded pays".split()
+    columns = "gradients of bits plain ms raw ms coded ms coded pays"
+    assert " ".join(head.split()) == columns
     assert first.split() == ["layers.0", "11.2", "10.00", "12.00", "4.00", "yes"]
     assert second.split() == ["layers.1", "12.5", "1.00", "1.50", "2.20", "no"]
     assert "11.00 ms plain, 6.20 ms coded: a coded reduce-scatter pays" in verdict

@@ -67,7 +67,7 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
         (
             {"treatment": "exponents"},
             "narrowcast.all_gather.treatment = 'exponents': "
-            'must be "value" or "exponent" or "coded" or "raw"',
+            'must be "auto" or "observe" or "value" or "exponent" or "coded" or "raw"',
         ),
         (
             {"exponent_exchange": "block"},
@@ -90,6 +90,23 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
         ),
         ({"parameters": []}, "narrowcast.all_gather.parameters = []: must be one or more patterns"),
         ({"parameters": "*"}, "narrowcast.all_gather.parameters = '*': must be one or more"),
+        (
+            {"cache_budget_gib": -1.0},
+            "narrowcast.all_gather.cache_budget_gib = -1.0: must be a number of at least 0",
+        ),
+        (
+            {"warmup_steps": 2},
+            "narrowcast.all_gather.warmup_steps = 2: must be an integer of at least 3",
+        ),
+        (
+            {"reselect_interval": -1},
+            "narrowcast.all_gather.reselect_interval = -1: must be an integer of at least 0",
+        ),
+        (
+            {"treatment": "value", "cache_budget_gib": 1.0},
+            "narrowcast.all_gather.cache_budget_gib = 1.0: works with treatment = "
+            '"auto" or "observe", not "value"',
+        ),
         ({"enable": "yes"}, "narrowcast.all_gather.enable = 'yes': must be true or false"),
     ],
 )

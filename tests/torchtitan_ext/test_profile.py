@@ -15,6 +15,7 @@ from narrowcast.reducescatter.gain import Reduction
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
 from torchtitan_ext import profile
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
+from torchtitan_ext.recommendation import recommend
 from torchtitan_ext.toml import load_config
 
 STEPS = 6
@@ -246,7 +247,7 @@ def test_the_recommended_lines_are_of_a_valid_job(
         ),
         reduce_scatter=ReduceScatterConfig(),
     )
-    recommended = profile.recommend(switches, problem, choice, reductions, step_seconds=3.0)
+    recommended = recommend(switches, problem, choice, reductions, step_seconds=3.0)
     assert tomllib.loads(recommended["toml"]) == {"narrowcast": expected}
     toml = write_toml(folder, folder / "corpus", folder / "recommended")
     toml.write_text(f"{toml.read_text()}\n{recommended['toml']}")

@@ -273,7 +273,7 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         (
             '[narrowcast.all_gather]\ntreatment = "exponents"',
             'narrowcast.all_gather.treatment = "exponents": '
-            'must be "value" or "exponent" or "coded" or "raw"',
+            'must be "auto" or "observe" or "value" or "exponent" or "coded" or "raw"',
         ),
         (
             "[narrowcast.all_gather]\nblock_size = 0",

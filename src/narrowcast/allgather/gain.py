@@ -35,8 +35,8 @@ class Gathered:
         times: how many gathers a step has, by number of ranks and elements.
         links: of the process group.
         hidden: share of encoding that is not on the critical path.
-        host: seconds a byte to bring a cache from host memory, and back to it. Counted in full: that
-            it is hidden by fetching ahead has not been measured.
+        host: seconds a byte to bring a cache from host memory, and back to it. Counted in full,
+            since it has not been measured how much of it fetching ahead hides.
         announce: seconds a step to announce the sizes of the group's payloads.
         treatments: in force, by parameter; empty where the group is gathered as by plain FSDP2.
         treatable: names of the parameters that may be treated.
