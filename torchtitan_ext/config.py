@@ -49,7 +49,10 @@ class AllGatherConfig:
     """
 
     warmup_steps: int = field(default=30, metadata={"allowed": "an integer of at least 3"})
-    """Steps of plain FSDP2 that treatment "auto" watches before it chooses, in 2 % of their time."""
+    """
+    Steps of plain FSDP2 that treatment "auto" watches, in at most 2 % of their time, before it
+    chooses.
+    """
 
     reselect_interval: int = field(default=100, metadata={"allowed": "an integer of at least 0"})
     """

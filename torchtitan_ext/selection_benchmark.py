@@ -11,6 +11,7 @@ gathers are predicted to save.
 """
 
 import json
+import os
 import statistics
 import sys
 from collections import Counter
@@ -102,9 +103,16 @@ def run(flags: list[str]) -> tuple[dict[str, dict[str, Any]], int]:
 
     def note_predictions(trainer: Any) -> None:
         selection = trainer.narrowed.selection
+        if selection.choice is None:
+            raise RuntimeError(
+                '"auto" has seen nothing of the shards in its warm-up: steps of this job are too '
+                "short to look at a piece in 2 % of them. Take a larger model or batch"
+            )
         predicted.update(predicted_gathers(selection.problem, selection.choice))
 
     for name, switches in variants.items():
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{name} ...", flush=True)
         skipped = _AUTO_WARM_UP + _COLD if name == AUTO else _FIXED_WARM_UP
         steps, largest = measure(
             [*flags, *switches.split(), "--training.steps", str(skipped + STEPS)],

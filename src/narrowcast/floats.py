@@ -119,9 +119,16 @@ def zigzag_difference(new_N: Tensor, old_N: Tensor, layout: FloatLayout) -> Tens
     return (difference << 1).bitwise_xor_(difference >> (layout.width - 1))
 
 
-def apply_zigzag_difference(code_N: Tensor, old_N: Tensor, layout: FloatLayout) -> Tensor:
-    """Inverse of ``zigzag_difference``: the new bits of shape (N,)."""
-    difference = (code_N >> 1).bitwise_and_(layout.max_int).bitwise_xor_((code_N & 1).neg_())
+def apply_zigzag_planes(planes: Tensor, old_N: Tensor, layout: FloatLayout) -> Tensor:
+    """Inverse of ``zigzag_difference``, from its ``byte_planes``: the new bits of shape (N,).
+
+    The lowest bit, which is the sign, is taken off before bytes become integers: bytes are faster.
+    """
+    lowest, *others = planes.view(layout.itemsize, planes.numel() // layout.itemsize)
+    difference = (lowest >> 1).to(layout.bits)
+    for significance, plane_N in enumerate(others, start=1):
+        difference |= plane_N.to(layout.bits).bitwise_left_shift_(8 * significance - 1)
+    difference ^= (lowest & 1).neg_().view(torch.int8).to(layout.bits)
     return ordered(difference.add_(ordered(old_N, layout)), layout)
 
 

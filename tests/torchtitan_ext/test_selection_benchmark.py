@@ -1,12 +1,16 @@
 """The selection benchmark measures every variant, and sets predictions beside what it measured."""
 
+import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
+from narrowcast.allgather import api
+from narrowcast.allgather.observation import Observer
 from narrowcast.allgather.selection import Choice, Group, Option, Shard
 from tests.torchtitan_ext.tiny import write_toml
 from torchtitan_ext import link_benchmark, selection_benchmark
@@ -20,6 +24,7 @@ def _run(toml: str) -> tuple[dict[str, dict[str, Any]], int]:
     cpu.apply()
     with (
         patch("torchtitan.trainer.time.sleep"),
+        patch.object(api, "Observer", partial(Observer, share=math.inf)),
         patch.object(link_benchmark.sys, "argv", ["it"]),
         patch.multiple(selection_benchmark, FIXED=("value",), STEPS=1, _AUTO_WARM_UP=3, _COLD=1),
     ):

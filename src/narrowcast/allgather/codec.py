@@ -185,8 +185,7 @@ def decode(
             if section.numel() == 0:
                 return kept_N
             planes = coder.decode(section, num_values * layout.itemsize)
-            code_N = floats.from_byte_planes(planes, layout.bits)
-            return floats.apply_zigzag_difference(code_N, kept_N, layout)
+            return floats.apply_zigzag_planes(planes, kept_N, layout)
         case Form.EXPONENT_DIFFERENCE:
             plane, section = encoded.sections
             exponents_N = kept_N

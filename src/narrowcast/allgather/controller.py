@@ -103,6 +103,7 @@ class Controller:
         self._meet()
         self.step = 0
         self._steps = 0
+        self._late = 0
         self._steps_since_look = 0
         self._seen: dict[str, Seen] = {}
         self.problem: list[selection.Group] = []
@@ -150,7 +151,7 @@ class Controller:
 
     def _until_look(self) -> int | None:
         """Steps until the next look; ``None`` if there is none."""
-        warmup, interval = self._rules.warmup_steps, self._rules.reselect_interval
+        warmup, interval = self._rules.warmup_steps + self._late, self._rules.reselect_interval
         if self._steps <= warmup:
             return warmup - self._steps
         return -(self._steps - warmup) % interval if interval else None
@@ -200,6 +201,9 @@ class Controller:
         seen = sum_over_ranks(self._observer.seen, self._all_names, self._device)
         self._observer.clear()
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
+        if not self._seen:  # a step has less room than a piece takes: one more step
+            self._late += 1
+            return
         self._rescale()
         self.reductions = self._gradients.reductions(
             self._all_labels, self._links, self._steps_since_look, self._device

@@ -130,10 +130,11 @@ def _shard(
     may_be_treated = param.name in group.treatable
     options = {}
     for treatment in TREATMENTS if codes else ("raw",):
-        cost = means[param.name].a_value(treatment)
-        if not codes:
-            cost = Cost(first_bytes=param.dtype.itemsize, later_bytes=param.dtype.itemsize)
-        elif treatment != "raw" and not (may_be_treated and means[param.name].changes.values):
+        cost = means[param.name].a_value(treatment) if codes else Cost()
+        if treatment == "raw":
+            itemsize = param.dtype.itemsize  # whatever was seen
+            cost = replace(cost, first_bytes=itemsize, later_bytes=itemsize)
+        elif not (may_be_treated and means[param.name].changes.values):
             continue
         options[treatment] = _option(
             group, numel, param, treatment, cost, means[param.name], scheme, horizon, coding_scale
@@ -160,8 +161,14 @@ def _shard(
 
 
 def _scaled(group: Gathered, numel: int, site: tuple[int, int]) -> float:
-    """Elements of a parameter's shard where the group is gathered by so many ranks and elements."""
-    return numel * site[1] / max(sum(group.numels), 1)
+    """Elements of a parameter's shard where the group is gathered by so many ranks and elements;
+    these are bytes where its parameters differ in dtype."""
+    dtypes = {param.dtype for param in group.params}
+    whole = sum(
+        size * (param.dtype.itemsize if len(dtypes) > 1 else 1)
+        for size, param in zip(group.numels, group.params, strict=True)
+    )
+    return numel * site[1] / max(whole, 1)
 
 
 def _option(
@@ -182,7 +189,7 @@ def _option(
     per_byte = group.links.all_gather.seconds_per_byte
     for site, times in group.times.items():
         world_size, values = site[0], _scaled(group, numel, site)
-        later = times - 1
+        later = max(times - 1, 0)
         link += per_byte * values * (cost.first_bytes + later * cost.later_bytes)
         hashing += values * (cost.first_hashing + later * cost.later_hashing)
         encoding += values * (cost.first_encoding + later * cost.later_encoding)
@@ -197,7 +204,9 @@ def _option(
         hashing=hashing * exposed,
         encoding=encoding * exposed,
         decoding=decoding * coding_scale + hosted,
-        switching=max(cold, 0.0) / horizon if _starts_cold(treatment, group, param) else 0.0,
+        switching=max(cold, 0.0) / horizon
+        if _starts_cold(treatment, group, param, scheme)
+        else 0.0,
         bits=8 * cost.first_bytes,
         cache_bytes=cache_bytes,
     )
@@ -217,10 +226,14 @@ def _cache_bytes(
     return world_size * values
 
 
-def _starts_cold(treatment: str, group: Gathered, param: ShardedParam) -> bool:
+def _starts_cold(treatment: str, group: Gathered, param: ShardedParam, scheme: Scheme) -> bool:
     """Whether the treatment would find nothing kept. Exponents can be made of kept values."""
     before = group.treatments.get(param.name)
-    keeps = {"value": ("value",), "exponent": ("value", "exponent")}
+    makes_exponents = not replace(scheme, treatment="exponent").keeps_hashes
+    keeps = {
+        "value": ("value",),
+        "exponent": ("value", "exponent") if makes_exponents else ("exponent",),
+    }
     return treatment in keeps and before not in keeps[treatment]
 
 

@@ -241,12 +241,14 @@ class Observer:
 
     def _cost_of_a_piece(self) -> float:
         """Seconds to look at the largest one, as all ranks do at once."""
-        if not self._turns:
-            return 0.0
-        group, param, start, stop = max(self._turns, key=lambda turn: turn[3] - turn[2])
-        layout = floats.LAYOUTS[self._groups[group].params[param].dtype]
-        bits_N = self._groups[group].piece(param, start, stop).view(layout.bits)
-        other_N = bits_N ^ (torch.rand(bits_N.shape) < 0.5).to(bits_N.device)
+        bits_N, layout = torch.zeros(1, dtype=torch.int16), floats.LAYOUTS[torch.bfloat16]
+        if self._turns:
+            group, param, start, stop = max(self._turns, key=lambda turn: turn[3] - turn[2])
+            layout = floats.LAYOUTS[self._groups[group].params[param].dtype]
+            bits_N = self._groups[group].piece(param, start, stop).view(layout.bits)
+        generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
+        flips_N = torch.rand(bits_N.shape, generator=generator) < 0.5
+        other_N = bits_N ^ flips_N.to(bits_N.device)
         began = 0.0
         for _ in range(2):  # the first call of everything takes longer
             dist.barrier()

@@ -69,7 +69,7 @@ class GradientWatch:
         self._labels = {group: label for label, group in groups.items()}
         self._groups = groups
         self._coder = coder
-        self._turns = list(groups)
+        self._looks: Counter[str] = Counter()
         self._due: float | None = None  # pieces; none before there is room
         self._looked: dict[str, _Looked] = {}
         # Reductions, by label, elements a rank gets, and bytes of one.
@@ -77,7 +77,7 @@ class GradientWatch:
 
     def make_room(self, pieces: float) -> None:
         """So many more pieces may be looked at; and one at first."""
-        self._due = 1.0 if self._due is None else min(self._due + pieces, len(self._turns))
+        self._due = 1.0 if self._due is None else min(self._due + pieces, len(self._groups))
 
     def __call__(self, group: ParamGroup, rows_WN: Tensor) -> None:
         """Looks at the contributions of this rank, (W, n), if it is the group's turn."""
@@ -85,9 +85,10 @@ class GradientWatch:
         if label is None:
             return
         self._reductions[label, rows_WN.shape[1], rows_WN.element_size()] += 1
-        if self._due is not None and self._due >= 1 and label == self._turns[0]:
+        least = min(self._looks[reduced] for reduced, *_ in self._reductions)
+        if self._due is not None and self._due >= 1 and self._looks[label] == least:
             self._due -= 1
-            self._turns.append(self._turns.pop(0))
+            self._looks[label] += 1
             others_row = (dist.get_rank(group.process_group) + 1) % len(rows_WN)
             piece = rows_WN[others_row, :MAX_RUN_VALUES]
             if piece.numel():
