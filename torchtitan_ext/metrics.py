@@ -56,6 +56,7 @@ def layout() -> dict[str, dict[str, list]]:
             ),
             "memory of caches": lines("selection/cache_bytes", "kept_bytes"),
             "shards changed since the first choice": lines("selection/changed_shards"),
+            "share of the time spent on watching shards": lines("selection/watching"),
         },
         "Changes since the last step": {
             "share of changed exponents": by_shard_type("changed_exponents"),

@@ -82,11 +82,11 @@ def main(flags: list[str] | None = None) -> None:
     import torch.distributed as dist
     from torchtitan.tools.logging import init_logger
 
-    from torchtitan_ext.train import _once
+    from torchtitan_ext.train import once
 
     init_logger()
 
-    with _once():
+    with once():
         try:
             steps, flags = _take_steps(flags)
             config = _parse(flags)
@@ -139,13 +139,18 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
             raise RuntimeError(
                 f"the job's data ended before step {steps}: give fewer by {_STEPS_FLAG}"
             )
+        controller = trainer.narrowed.selection
+        if controller.choice is None:
+            raise RuntimeError(
+                "nothing of the shards was seen in so short a run: its steps have less room than a "
+                f"look takes. Give more by {_STEPS_FLAG}"
+            )
         volume = reduce_over_ranks(trainer.narrowed.ledger.last, trainer.device)
         dist.barrier()
         checks = change_profile.check_seconds(groups, block_size)
         mine = (watch.recorder.recorded(), watch.seconds, watch.collectives, checks)
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
-        controller = trainer.narrowed.selection
         recorded, seconds, collectives, checks = zip(*everyones, strict=True)
         step_seconds = {step: max(one[step] for one in seconds) for step in seconds[0]}
         step_median = statistics.median(

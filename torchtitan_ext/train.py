@@ -37,7 +37,7 @@ def main() -> None:
     sys.argv[1:] = args
 
     # torchtitan parses once more; only here is a wrong configuration told from a failed training.
-    with _once():
+    with once():
         try:
             config = ConfigManager().parse_args()
         except (ValueError, ImportError) as error:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def _once() -> Iterator[None]:
+def once() -> Iterator[None]:
     """Messages come from the first rank of each node alone, and without torchtitan's log lines."""
     logging.disable(logging.WARNING)
     try:

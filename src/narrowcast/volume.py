@@ -65,6 +65,16 @@ class Changes:
     def __add__(self, other: "Changes") -> "Changes":
         return Changes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
+    def rates(self) -> dict[str, float]:
+        """Shares of what was compared."""
+        rates = {
+            "changed_exponents": self.changed_exponents / self.values,
+            "changed_blocks": self.changed_blocks / self.blocks,
+        }
+        if self.compared_values:
+            rates["changed_values"] = self.changed_values / self.compared_values
+        return rates
+
 
 def count_changes(bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, block_size: int) -> Changes:
     """Compares a shard with what was kept of the one before: its bits, or its exponents (uint8)."""
@@ -204,12 +214,8 @@ class StepVolume:
         for layer, tokens in self.tokens.items():
             scalars |= tokens.scalars(layer)
         for kind, changes in self.changes.items():
-            exponents, blocks = changes.changed_exponents, changes.changed_blocks
-            scalars[f"narrowcast/changed_exponents/{kind}"] = exponents / changes.values
-            scalars[f"narrowcast/changed_blocks/{kind}"] = blocks / changes.blocks
-            if changes.compared_values:
-                values = changes.changed_values / changes.compared_values
-                scalars[f"narrowcast/changed_values/{kind}"] = values
+            for name, rate in changes.rates().items():
+                scalars[f"narrowcast/{name}/{kind}"] = rate
         return scalars
 
 

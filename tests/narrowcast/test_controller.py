@@ -93,7 +93,9 @@ def test_on_a_slow_link_all_values_are_kept_after_the_warm_up(ranks) -> None:
         assert one["choice"].seconds < 0.5 * one["choice"].plain_seconds
 
 
-def _log_of(seconds_per_byte: float, treatment: str) -> tuple[list[str], Any, dict[str, float]]:
+def _log_of(
+    seconds_per_byte: float, treatment: str, incompressible: bool = False
+) -> tuple[list[str], Any, dict[str, float]]:
     records: list[str] = []
 
     class Keep(logging.Handler):
@@ -104,8 +106,16 @@ def _log_of(seconds_per_byte: float, treatment: str) -> tuple[list[str], Any, di
     logger.addHandler(keep)
     logger.setLevel(logging.INFO)
     with on_a_link(seconds_per_byte):
-        setup = Setup(steps=5)
+        setup = Setup(steps=5, reshard=not incompressible)
         model, optimizer, handle = _narrow(setup, treatment=treatment)
+
+        def draw_all_bits(*_: Any) -> None:
+            for parameter in model.parameters():
+                shard = local(parameter.data)
+                shard.view(torch.int32).random_(-(2**31), 2**31 - 1)
+
+        if incompressible:
+            optimizer.register_step_pre_hook(draw_all_bits)
         train(setup, model, optimizer)
         last = _treatments(handle), handle.kept_bytes
         changes = {kind: c.values for kind, c in handle.ledger.last.changes.items()}
@@ -114,8 +124,10 @@ def _log_of(seconds_per_byte: float, treatment: str) -> tuple[list[str], Any, di
     return records, last, changes
 
 
-def test_on_a_fast_link_all_is_turned_off_and_said_so(ranks) -> None:
-    logs = ranks(2).run(_log_of, FAST, "auto")
+@pytest.mark.parametrize("incompressible", [False, True])
+def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible: bool) -> None:
+    """On a fast link; on a slow one where all bits change in every step, and are gathered once."""
+    logs = ranks(2).run(_log_of, SLOW if incompressible else FAST, "auto", incompressible)
     for _, (treatments, kept_bytes), _ in logs:
         assert set(treatments.values()) == {"plain"}
         assert kept_bytes == 0
@@ -230,9 +242,10 @@ MODES = {
     "difference": ({}, {}),
     "hashes": ({}, {"exponent_exchange": "blocks", "block_check": "hash", "block_size": 64}),
     "resharded to pairs": ({"reshard": 2}, {}),
-    "fp16, accumulated": ({"gathered": torch.float16, "microbatches": 2}, {}),
-    "fp32, async": ({"gathered": torch.float32, "async_unshard": True, "prefetch": True}, {}),
-    "hsdp": ({"replicas": 2}, {"verify_interval": 1}),
+    "fp32, async, hsdp": (
+        {"gathered": torch.float32, "async_unshard": True, "prefetch": True, "replicas": 2},
+        {"verify_interval": 1},
+    ),
 }
 
 
@@ -271,6 +284,9 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert report["step"] == 4
     assert report["applied"] is True
     assert {one["label"] for one in report["reductions"]} == {"0", "1", "(root)"}
+    seen = report["seen"]["0.experts.w1_EFD"]
+    assert 0 < seen["changed_exponents"] < seen["changed_values"] <= 1
+    assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
     assert "bits a value in place of 16" in text
     assert "gradients of" in text

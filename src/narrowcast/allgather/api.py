@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from narrowcast import floats
 from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
@@ -278,6 +279,13 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
         if not any(fnmatch(name, pattern) for name in names):
             logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
     treated = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
+    coded = {p.name for group in groups for p in group.params if p.dtype in floats.LAYOUTS}
+    if settings["treatment"] in get_args(Selection) and treated and not treated & coded:
+        allowed = ", ".join(map(str, floats.LAYOUTS))
+        raise ValueError(
+            f"parameters = {patterns!r} matches parameters of other dtypes than {allowed} alone: "
+            f"there is nothing to choose for treatment = {settings['treatment']!r}"
+        )
     if not treated:
         raise ValueError(
             f"parameters = {patterns!r} matches none of the model's parameters, such as "

@@ -72,6 +72,7 @@ class Controller:
         reductions: what the gradients of each parameter group cost; empty where they are not
             counted.
         changed: shards whose treatment was changed after the first choice.
+        watching: share of the time that went into looking at shards, before the last look.
 
     Args:
         comms: of all parameter groups, gathered by plain FSDP2 at first.
@@ -111,6 +112,7 @@ class Controller:
         self.reductions: list[Reduction] = []
         self.choice: selection.Choice | None = None
         self.changed = 0
+        self.watching = 0.0
         if self._is_leader:
             self._log("calibrated:\n" + calibration.table(self.calibration))
             self._save("calibration", calibration.as_json(self.calibration))
@@ -146,6 +148,7 @@ class Controller:
             "predicted_seconds": self.choice.seconds,
             "cache_bytes": float(self.choice.cache_bytes),
             "changed_shards": float(self.changed),
+            "watching": self.watching,
         }
         return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
 
@@ -199,6 +202,7 @@ class Controller:
 
     def _look(self) -> None:
         seen = sum_over_ranks(self._observer.seen, self._all_names, self._device)
+        self.watching = self._watching()
         self._observer.clear()
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
         if not self._seen:  # a step has less room than a piece takes: one more step
@@ -264,8 +268,16 @@ class Controller:
         horizon = self._rules.reselect_interval or _FOR_GOOD
         return gain.problem(groups, self._seen, self._scheme, horizon, self._coding_scale)
 
+    def _watching(self) -> float:
+        """Of the rank that it takes longest."""
+        share = self._observer.spent / max(self._observer.elapsed, 1e-9)
+        longest = torch.tensor([share], dtype=torch.float64, device=self._device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
+
     def _rescale(self) -> None:
-        """Learns from the time that coding took in training, over what was predicted of it."""
+        """Learns from the time that coding took in training, over what was predicted of it. Where
+        nothing is coded it forgets: a slow moment must not turn everything off for good."""
         predicted = measured = 0.0
         if self.choice is not None and self._rules.applies:
             for group in self.problem:
@@ -279,6 +291,8 @@ class Controller:
         predicted, measured = sums.tolist()
         if predicted > 0 and measured > 0:
             self._coding_scale *= measured / predicted
+        else:
+            self._coding_scale **= 0.5
 
     def _chosen(self) -> dict[str, str]:
         """By parameter; ``plain`` where its group is."""
@@ -312,7 +326,9 @@ class Controller:
             "step": self.step,
             "applied": self._rules.applies,
             "warmup_steps": self._rules.warmup_steps,
+            "watching_share": self.watching,
             "coding_scale": self._coding_scale,
+            "seen": {name: one.changes.rates() for name, one in self._seen.items() if name != ALL},
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],
             **selection.as_json(self.problem, self.choice),

@@ -172,7 +172,7 @@ class Observer:
         coder: as of training.
         seen: by parameter, and of ``ALL``, on this rank since ``clear``.
         pieces_a_step: how many there is room for; 0 until it is known.
-        spent: seconds of the last step that went into looking.
+        spent, elapsed: seconds that went into looking since ``clear``, and that passed meanwhile.
 
     Args:
         names: of the parameters to look at.
@@ -204,7 +204,7 @@ class Observer:
         self._cost = self._cost_of_a_piece()
         self.pieces_a_step = 0.0 if math.isfinite(share) else float(len(self._turns))
         self.seen: dict[str, Seen] = {}
-        self.spent = 0.0
+        self.spent = self.elapsed = 0.0
 
     def after_step(self) -> dict[str, Changes]:
         """Looks at what there is room for. Every rank must call it after each step.
@@ -231,13 +231,16 @@ class Observer:
         self._due += self.pieces_a_step
         self._pieces = [self._copy() for _ in range(min(int(self._due), len(self._turns)))]
         self._due -= int(self._due)
-        self._ended = time.perf_counter()
-        self.spent = self._ended - start
+        before, self._ended = self._ended, time.perf_counter()
+        if before:
+            self.elapsed += self._ended - before
+            self.spent += self._ended - start
         return changes
 
     def clear(self) -> None:
         """Forgets what was seen."""
         self.seen = {}
+        self.spent = self.elapsed = 0.0
 
     def _cost_of_a_piece(self) -> float:
         """Seconds to look at the largest one, as all ranks do at once."""
