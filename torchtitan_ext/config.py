@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 # narrowcast.allgather.runs.MAX_RUN_VALUES, which would take an import of torch.
-MAX_BLOCK_SIZE = 131072
+MAX_BLOCK_SIZE = 262144
 
 
 @dataclass(kw_only=True, slots=True)

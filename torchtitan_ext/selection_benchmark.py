@@ -23,9 +23,9 @@ from narrowcast.allgather.selection import Choice, Group
 from torchtitan_ext.link_benchmark import measure
 
 STEPS = 10
-_FIXED_WARM_UP = 3
-_AUTO_WARM_UP = 12  # of which the last chooses
-_COLD = 2  # steps after a choice: caches fill, and the first step is not like others
+_FIXED_WARM_UP = 2
+_AUTO_WARM_UP = 10  # of which the last chooses
+_COLD = 1  # step after the choice, in which caches fill
 FIXED = ("raw", "coded", "exponent", "value")
 PLAIN, AUTO = "plain FSDP2", "auto"
 _SWITCH = "--narrowcast.all_gather.enable --narrowcast.all_gather.treatment {}"

@@ -80,7 +80,7 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
         ({"coder": "lz4"}, 'narrowcast.all_gather.coder = \'lz4\': must be "auto" or "zstd"'),
         (
             {"block_size": 0},
-            "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 131072",
+            "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 262144",
         ),
         ({"block_size": True}, "narrowcast.all_gather.block_size = True: must be an integer"),
         ({"block_size": "512"}, "narrowcast.all_gather.block_size = '512': must be an integer"),
@@ -364,7 +364,7 @@ def test_a_wrong_flag_of_ours_ends_with_the_allowed_values(capsys):
     assert all(f"'{name}'" in shown for name in ("value", "exponent", "coded", "raw"))
     with pytest.raises(SystemExit):
         parse("--narrowcast.all_gather.block_size=0")
-    assert "must be an integer from 1 to 131072" in " ".join(capsys.readouterr().err.split())
+    assert "must be an integer from 1 to 262144" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit):
         parse("--narrowcast.reduce_scatter.treatment=value")
     shown = capsys.readouterr().err
@@ -394,7 +394,7 @@ def test_importing_the_package_imports_neither_torch_nor_torchtitan():
 def test_the_reference_page_shows_the_sections_as_they_are():
     page = DOCS.read_text(encoding="utf-8")
     assert toml_reference.with_tables(page) == page
-    assert "| `block_size` | `int` | `512` | an integer from 1 to 131072 |" in page
+    assert "| `block_size` | `int` | `512` | an integer from 1 to 262144 |" in page
 
 
 def test_the_largest_block_is_the_librarys_largest_run():

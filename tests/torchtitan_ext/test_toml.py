@@ -277,7 +277,7 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         ),
         (
             "[narrowcast.all_gather]\nblock_size = 0",
-            "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 131072",
+            "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 262144",
         ),
         (
             "[narrowcast.allgather]\nenable = true",
