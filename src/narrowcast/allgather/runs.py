@@ -13,8 +13,8 @@ from narrowcast.floats import FloatLayout
 _BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever go raw
 
 
-# Half as many take a sixth more time of a gather on a CPU, twice as many no less (four ranks on two
-# cores, whose calls of small tensor operations cost as much as the work).
+# Shorter runs are more calls of tensor operations: on a CPU a gather takes 7 % longer with half as
+# many values, 27 % with a quarter, and no less with twice as many (docs/benchmarks.md has the job).
 MAX_RUN_VALUES = 1 << 18
 
 
