@@ -49,6 +49,7 @@ def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
         patch.object(observation, "_now", lambda _: next(ticks) * tick),
         patch.object(api, "Observer", partial(observation.Observer, share=math.inf)),
         patch.object(controller.Controller, "_rescale", lambda _: None),
+        patch.object(controller.Controller, "_rescale_links", lambda _: None),
     ):
         yield
 
@@ -311,6 +312,28 @@ def _fail_to_solve(_: None) -> tuple[set[str], bool]:
 
 def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
     assert ranks(2).run(_fail_to_solve, None) == [({"plain"}, True)] * 2
+
+
+def _link_scale(_: None) -> tuple[float, float]:
+    """Plain gathers take a second on the rank that comes last to each, and two on the other."""
+    with on_a_link(SLOW):
+        setup = Setup(steps=3)
+        model, optimizer, handle = _narrow(setup, treatment="observe")
+        train(setup, model, optimizer)
+    measured = predicted = 0.0
+    for comm in handle._comms:
+        number = len(comm.plain_seconds)
+        comm.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
+        measured += number
+        predicted += number * SLOW * comm.shard_bytes
+    handle.selection._rescale_links()
+    handle.remove()
+    return handle.selection._link_scales.popitem()[1], measured / predicted
+
+
+def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
+    for scale, expected in ranks(2).run(_link_scale, None):
+        assert scale == pytest.approx(expected)
 
 
 def test_without_an_optimizer_auto_is_refused(ranks) -> None:

@@ -11,7 +11,7 @@ call a collective depends on nothing but such numbers, so none waits for another
 import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -64,6 +64,12 @@ class Curve:
 
     def seconds(self, nbytes: float) -> float:
         return self.latency + nbytes * self.seconds_per_byte
+
+    def scaled(self, factor: float) -> "Curve":
+        """The line, times a factor."""
+        return replace(
+            self, latency=self.latency * factor, seconds_per_byte=self.seconds_per_byte * factor
+        )
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         gathers: how many there were of each process group (its name), number of ranks and number of
             elements, since the owner of this object set it to zero.
         coding_seconds: the time of encoding and decoding, likewise.
+        plain_seconds: the time of each gather by ``plain``, likewise; of those over all ranks of
+            the group, on a CPU, where a call that returns is done.
         copies: how caches in host memory get to the device; ``None`` where they are on it.
         foresight: fetches them ahead; the groups of a model share one.
     """
@@ -107,6 +109,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     states: dict[tuple[str, int, torch.dtype], GroupState] = field(default_factory=dict)
     gathers: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     coding_seconds: float = 0.0
+    plain_seconds: list[float] = field(default_factory=list)
     copies: HostCopies | None = None
     foresight: Foresight = field(default_factory=Foresight)
 
@@ -124,7 +127,11 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         """
         self.gathers[group.group_name, group.size(), input_tensor.numel()] += 1
         if self.schemes is None:
-            return self.plain(output_tensor, input_tensor, group, async_op)
+            start = time.perf_counter()
+            work = self.plain(output_tensor, input_tensor, group, async_op)
+            if work is None and self.group.device.type == "cpu" and self._is_whole(group):
+                self.plain_seconds.append(time.perf_counter() - start)
+            return work
         shard_bytes = input_tensor.contiguous().view(torch.uint8)
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)
         state = self.state_of(group, input_tensor.numel(), input_tensor.dtype)
@@ -193,10 +200,15 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         if len(dtypes) == 1:
             numel, dtype = sum(self.group.numels), dtypes.pop()
         else:
-            numel, dtype = self._shard_bytes(), torch.uint8
+            numel, dtype = self.shard_bytes, torch.uint8
         return self.state_of(self.group.process_group, numel, dtype)
 
-    def _shard_bytes(self) -> int:
+    def _is_whole(self, group: dist.ProcessGroup) -> bool:
+        return group.group_name == self.group.process_group.group_name
+
+    @property
+    def shard_bytes(self) -> int:
+        """Of the padded shards of all parameters."""
         sizes = zip(self.group.numels, self.group.params, strict=True)
         return sum(numel * param.dtype.itemsize for numel, param in sizes)
 
@@ -217,7 +229,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return self.states[key]
 
     def _new_state(self, numel: int, dtype: torch.dtype, world_size: int) -> GroupState:
-        scale = numel * dtype.itemsize / self._shard_bytes()
+        scale = numel * dtype.itemsize / self.shard_bytes
         params = [
             (param.name, round(param_numel * scale), param.dtype)
             for param_numel, param in zip(self.group.numels, self.group.params, strict=True)

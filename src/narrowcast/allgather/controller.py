@@ -109,6 +109,7 @@ class Controller:
         self._seen: dict[str, Seen] = {}
         self.problem: list[selection.Group] = []
         self._coding_scale = 1.0
+        self._link_scales: dict[str, float] = {}
         self.reductions: list[Reduction] = []
         self.choice: selection.Choice | None = None
         self.changed = 0
@@ -209,6 +210,7 @@ class Controller:
             self._late += 1
             return
         self._rescale()
+        self._rescale_links()
         self.reductions = self._gradients.reductions(
             self._all_labels, self._links, self._steps_since_look, self._device
         )
@@ -230,6 +232,7 @@ class Controller:
         for comm in self._comms:
             comm.gathers.clear()
             comm.coding_seconds = 0.0
+            comm.plain_seconds.clear()
         self._steps_since_look = 0
         if self._is_leader:
             self._tell(first, changed)
@@ -248,6 +251,8 @@ class Controller:
         groups = []
         for label, comm in zip(self._labels, self._comms, strict=True):
             links = self._links[label]
+            scale = self._link_scales.get(comm.group.process_group.group_name, 1.0)
+            links = replace(links, all_gather=links.all_gather.scaled(scale))
             gathers = gain.merged_times(comm.gathers)
             groups.append(
                 gain.Gathered(
@@ -294,6 +299,27 @@ class Controller:
         else:
             self._coding_scale **= 0.5
 
+    def _rescale_links(self) -> None:
+        """Learns from the times of plain gathers in training, over what was predicted of them. Of
+        the ranks of a gather the one that came last does not wait for any other: it counts."""
+        by_process_group: dict[str, list[int]] = {}
+        for index, comm in enumerate(self._comms):
+            name = comm.group.process_group.group_name
+            by_process_group.setdefault(name, []).append(index)
+        for name, indices in by_process_group.items():
+            comms = [self._comms[index] for index in indices]
+            seconds = [second for comm in comms for second in comm.plain_seconds]
+            if not seconds:
+                continue
+            least = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+            dist.all_reduce(least, op=dist.ReduceOp.MIN, group=comms[0].group.process_group)
+            predicted = sum(
+                len(comm.plain_seconds)
+                * self._links[self._labels[index]].all_gather.seconds(comm.shard_bytes)
+                for index, comm in zip(indices, comms, strict=True)
+            )
+            self._link_scales[name] = least.sum().item() / predicted if predicted else 1.0
+
     def _chosen(self) -> dict[str, str]:
         """By parameter; ``plain`` where its group is."""
         by_group = self.choice.treatments if self.choice is not None else {}
@@ -328,6 +354,7 @@ class Controller:
             "warmup_steps": self._rules.warmup_steps,
             "watching_share": self.watching,
             "coding_scale": self._coding_scale,
+            "link_scale": sum(self._link_scales.values()) / max(len(self._link_scales), 1),
             "seen": {name: one.changes.rates() for name, one in self._seen.items() if name != ALL},
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],

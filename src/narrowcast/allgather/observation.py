@@ -199,6 +199,7 @@ class Observer:
         self._turns = self._turns[first:] + self._turns[:first]
         self._longest = max((turn[3] - turn[2] for turn in self._turns), default=0)
         self._next, self._due, self._steps = 0, 0.0, 0
+        self._looks = False  # at the next step, on every rank
         self._pieces: list[_Piece] = []
         self._ended = 0.0
         self._cost = self._cost_of_a_piece()
@@ -217,6 +218,8 @@ class Observer:
         if self._steps == 3 and not self.pieces_a_step:  # the first step is not like others
             self._agree(start - self._ended)
         changes: dict[str, Changes] = {}
+        if self._looks:
+            dist.barrier()  # coding is timed while all ranks code, as in training
         for piece in self._pieces:
             group = self._groups[piece.group]
             info = group.params[piece.param]
@@ -229,6 +232,7 @@ class Observer:
                 self.seen[name] = self.seen.get(name, Seen()) + seen
             changes[info.name] = changes.get(info.name, Changes()) + seen.changes
         self._due += self.pieces_a_step
+        self._looks = int(self._due) > 0
         self._pieces = [self._copy() for _ in range(min(int(self._due), len(self._turns)))]
         self._due -= int(self._due)
         before, self._ended = self._ended, time.perf_counter()
