@@ -107,14 +107,14 @@ def test_shards_cut_into_many_runs_train_as_plain(ranks) -> None:
 
 def test_runs_cover_a_shard_and_hold_whole_blocks() -> None:
     scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("raw")
-    params = [("a", 300_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
+    params = [("a", 600_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
     params += [("d", 9, torch.int64), ("e", 5, torch.float32)]
     cut = runs.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
     assert [run.start for run in cut[1:]] == [run.stop for run in cut[:-1]]
     assert cut[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
-    assert [run.num_values for run in cut] == [129_000, 129_000, 42_008, 72, 5]
+    assert [run.num_values for run in cut] == [261_000, 261_000, 78_008, 72, 5]
     values = Counter()
     for run in cut:
         assert sum(size for _, size in run.params) == run.num_values
         values.update(dict(run.params))
-    assert values == {"a": 300_001, "c": 7, "d": 72, "e": 5}
+    assert values == {"a": 600_001, "c": 7, "d": 72, "e": 5}

@@ -108,7 +108,7 @@ def _log_of(
     logger.setLevel(logging.INFO)
     with on_a_link(seconds_per_byte):
         setup = Setup(steps=5, reshard=not incompressible)
-        model, optimizer, handle = _narrow(setup, treatment=treatment)
+        model, optimizer = build(setup)
 
         def draw_all_bits(*_: Any) -> None:
             for parameter in model.parameters():
@@ -116,7 +116,8 @@ def _log_of(
                 shard.view(torch.int32).random_(-(2**31), 2**31 - 1)
 
         if incompressible:
-            optimizer.register_step_pre_hook(draw_all_bits)
+            optimizer.register_step_post_hook(draw_all_bits)
+        handle = narrow_all_gather(model, optimizer, **{**AUTO, "treatment": treatment})
         train(setup, model, optimizer)
         last = _treatments(handle), handle.kept_bytes
         changes = {kind: c.values for kind, c in handle.ledger.last.changes.items()}

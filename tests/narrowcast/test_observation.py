@@ -188,7 +188,7 @@ STEP_SECONDS, COST = (3.0, 2.0), (0.02, 0.05)  # of either rank
 
 def _pieces_a_step(share: float) -> tuple[float, list[int], set[tuple[int, int, int]], float]:
     """How many pieces there is room for, how many were looked at step by step, which ones were
-    first, and how long the last took."""
+    first, and how long they took together."""
     model, _ = build(Setup())
     clock = Clock()
 
@@ -217,8 +217,8 @@ def test_all_ranks_look_at_what_the_slowest_and_the_shortest_step_have_room_for(
     assert first[0] == second[0] == pytest.approx(0.0625 * 2 / 0.05)  # 2.5
     # Copied from the third step on, and compared a step later.
     assert first[1] == second[1] == [0, 0, 0, 2, 3, 2, 3, 2, 3]
-    assert first[3] == pytest.approx(3 * 0.02)
-    assert second[3] == pytest.approx(3 * 0.05)
+    assert first[3] == pytest.approx(15 * 0.02)
+    assert second[3] == pytest.approx(15 * 0.05)
     assert not first[2] & second[2]
 
 
