@@ -169,11 +169,11 @@ def test_training_is_plain_while_choices_change_and_through_a_checkpoint(
     ranks, folder: Path
 ) -> None:
     """Chosen anew after steps 3 to 8 of a run, and after steps 7 and 8 of one resumed at 4."""
-    layout = (*LAYOUTS["ep 2"], *SAVE, "--training.steps")
-    plain = _run(ranks(4), folder, "of 8 plain", *layout, "8")
+    flags = (*LAYOUTS["ep 2"], *SAVE, "--training.steps")
+    plain = _run(ranks(4), folder, "of 8 plain", *flags, "8")
     toml = write_toml(folder, folder / "corpus", folder / "of_8_auto")
-    half = ranks(4).run(_train_by_ever_other_choices, str(toml), *layout, "4")
-    resumed = ranks(4).run(_train_by_ever_other_choices, str(toml), *layout, "8")
+    half = ranks(4).run(_train_by_ever_other_choices, str(toml), *flags, "4")
+    resumed = ranks(4).run(_train_by_ever_other_choices, str(toml), *flags, "8")
     assert half[0].losses + resumed[0].losses == plain[0].losses
     for ours, theirs in zip(resumed, plain, strict=True):
         assert same_bits(list(ours.state.values()), list(theirs.state.values()))

@@ -73,6 +73,7 @@ class Controller:
             counted.
         changed: shards whose treatment was changed after the first choice.
         watching: share of the time that went into looking at shards, before the last look.
+        observer: that looks at them.
 
     Args:
         comms: of all parameter groups, gathered by plain FSDP2 at first.
@@ -89,7 +90,7 @@ class Controller:
         ledger: Ledger | None,
         cache_device: str,
     ) -> None:
-        self._comms, self._names, self._observer = comms, names, observer
+        self._comms, self._names, self.observer = comms, names, observer
         self._rules, self._ledger, self._scheme = rules, ledger, observer.scheme
         groups = [comm.group for comm in comms]
         self._device = groups[0].device
@@ -127,9 +128,9 @@ class Controller:
         if until_look is not None and (
             not self._rules.applies or until_look <= self._rules.warmup_steps
         ):
-            self._count(self._observer.after_step())
-            if self._observer.pieces_a_step:
-                self._gradients.make_room(_OF_GRADIENTS * self._observer.pieces_a_step)
+            self._count(self.observer.after_step())
+            if self.observer.pieces_a_step:
+                self._gradients.make_room(_OF_GRADIENTS * self.observer.pieces_a_step)
         if until_look == 0:
             self._look()
 
@@ -202,9 +203,9 @@ class Controller:
             counted[kind] = counted.get(kind, Changes()) + changes[name]
 
     def _look(self) -> None:
-        seen = sum_over_ranks(self._observer.seen, self._all_names, self._device)
+        seen = sum_over_ranks(self.observer.seen, self._all_names, self._device)
         self.watching = self._watching()
-        self._observer.clear()
+        self.observer.clear()
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
         if not self._seen:  # a step has less room than a piece takes: one more step
             self._late += 1
@@ -275,7 +276,7 @@ class Controller:
 
     def _watching(self) -> float:
         """Of the rank that it takes longest."""
-        share = self._observer.spent / max(self._observer.elapsed, 1e-9)
+        share = self.observer.spent / max(self.observer.elapsed, 1e-9)
         longest = torch.tensor([share], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
