@@ -110,7 +110,7 @@ class AllGatherConfig:
             if value != default and self.treatment not in ("auto", "observe"):
                 raise ValueError(
                     f"narrowcast.all_gather.{name} = {value!r}: works with treatment = "
-                    f'"auto" or "observe", not "{self.treatment}"'
+                    f'"auto" or "observe", not "{self.treatment}": leave it out, or at {default!r}'
                 )
 
 

@@ -34,7 +34,7 @@ def recommend(
     plain_bits = sum(s.values * s.options["raw"].bits for _, s in shards) / values
     bits = sum(s.values * s.options[chosen[g.name, s.name]].bits for g, s in shards) / values
     saved = choice.plain_seconds - choice.seconds
-    sections = {"all_gather": _all_gather_lines(switches.all_gather, chosen, choice)}
+    sections = {"all_gather": _all_gather_lines(switches.all_gather, choice)}
     gather_text = (
         "Parameters: on this link no treatment of any shard pays. Leave all-gathers to plain "
         f"FSDP2: {_ms(choice.plain_seconds)} of gathers a step are predicted."
@@ -78,28 +78,22 @@ def recommend(
     }
 
 
-def _all_gather_lines(
-    switches: AllGatherConfig, chosen: dict[tuple[str, str], str], choice: Choice
-) -> list[str]:
-    """One treatment where all shards get the same; else `auto`, with a budget that is enough."""
+def _all_gather_lines(switches: AllGatherConfig, choice: Choice) -> list[str]:
+    """`auto`, which goes on looking, with a budget that is enough for what it chose here."""
     if not choice.treatments:
         return ["enable = false"]
-    treatments = set(chosen.values())
-    if len(treatments) == 1:
-        of_auto = ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval")
-        return _lines(switches, {"enable": True, "treatment": treatments.pop()}, of_auto)
     budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
     budget = min(budget, switches.cache_budget_gib)
     return _lines(switches, {"enable": True, "treatment": "auto", "cache_budget_gib": budget})
 
 
-def _lines(switches: Any, new: dict[str, Any], left_out: Sequence[str] = ()) -> list[str]:
+def _lines(switches: Any, new: dict[str, Any]) -> list[str]:
     """Lines of TOML with new settings, and those that the job has changed from their defaults."""
     default = type(switches)()
     kept = {
         field.name: getattr(switches, field.name)
         for field in dataclasses.fields(switches)
-        if field.name not in (*new, *left_out, "enable", "treatment")
+        if field.name not in (*new, "enable", "treatment")
         and getattr(switches, field.name) != getattr(default, field.name)
     }
     return to_lines({**new, **kept})

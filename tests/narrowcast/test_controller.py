@@ -315,6 +315,33 @@ def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
     assert ranks(2).run(_fail_to_solve, None) == [({"plain"}, True)] * 2
 
 
+def _coding_scales(_: None) -> list[float]:
+    """Looks at a run in which coding takes three times what its pieces say, time and again."""
+    with on_a_link(SLOW):
+        setup = Setup(steps=5)
+        model, optimizer, handle = _narrow(setup)
+        train(setup, model, optimizer)
+    selection = handle.selection
+    predicted = sum(
+        shard.options[comm.schemes[shard.name].treatment].decoding
+        + shard.options[comm.schemes[shard.name].treatment].encoding
+        for group, comm in zip(selection._make_problem(1.0), handle._comms, strict=True)
+        for shard in group.shards
+    )
+    scales = []
+    for coded in (3 * predicted, 3 * predicted, 0.0, 0.0):
+        selection._coded = coded
+        selection._rescale()
+        scales.append(selection._coding_scale)
+    handle.remove()
+    return scales
+
+
+def test_slow_coding_counts_once_and_is_forgotten_when_nothing_is_coded(ranks) -> None:
+    for scales in ranks(2).run(_coding_scales, None):
+        assert scales == pytest.approx([3, 3, 3**0.5, 3**0.25])
+
+
 def _link_scale(_: None) -> tuple[float, float]:
     """Plain gathers take a second on the rank that comes last to each, and two on the other."""
     with on_a_link(SLOW):

@@ -209,6 +209,7 @@ WRONG_ARGUMENTS = {
     "selection": ("greedy", "'exact', 'ratio'"),
     "warmup_steps": (2, "3 and more"),
     "reselect_interval": (-1, "0 (never) and more"),
+    "report": (5, "a path, or None"),
     "parameters": (["*.no_such.*"], "none of the model's parameters"),
 }
 
@@ -227,6 +228,18 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(ranks, name: str) -> Non
     for message in ranks(2).run(_wrong_argument, name.strip(), value):
         assert repr(value) in message
         assert allowed in message
+
+
+def _budget_of_a_fixed_treatment() -> str:
+    model, optimizer = build(Setup())
+    with pytest.raises(ValueError, match="cache_budget_gib") as error:
+        narrow_all_gather(model, optimizer, treatment="value", cache_budget_gib=0.5)
+    return str(error.value)
+
+
+def test_what_only_auto_heeds_is_refused_with_a_fixed_treatment(ranks) -> None:
+    for message in ranks(2).run(_budget_of_a_fixed_treatment):
+        assert "not 'value'" in message
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -203,7 +203,13 @@ def _reductions(coded: float) -> list[Reduction]:
             _chosen("value", "value", cache_bytes=1 << 20),
             _reductions(0.5),
             {
-                "all_gather": {"enable": True, "treatment": "value", "block_size": 256},
+                "all_gather": {
+                    "enable": True,
+                    "treatment": "auto",
+                    "cache_budget_gib": 0.1,
+                    "reselect_interval": 50,
+                    "block_size": 256,
+                },
                 "reduce_scatter": {"enable": True},
             },
         ),
@@ -254,7 +260,7 @@ def test_the_recommended_lines_are_of_a_valid_job(
     assert load_config(toml).narrowcast.all_gather.enable == bool(choice.treatments)
     saves = recommended["expected"]
     assert saves["saved_share_of_step"] == pytest.approx(0.25 if choice.treatments else 0)
-    if expected["all_gather"].get("treatment") == "value":
+    if expected["all_gather"].get("cache_budget_gib") == 0.1:  # all shards get "value"
         assert saves["bits_per_parameter_first_gather"] == {"plain": 16, "chosen": 3}
         assert "750.0 ms less, where a step takes 3,000.0 ms (25%)" in recommended["text"]
     if not choice.treatments:

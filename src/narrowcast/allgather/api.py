@@ -1,5 +1,6 @@
 """Narrows the parameter all-gathers of a model that ``fully_shard`` has sharded."""
 
+import inspect
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -197,6 +198,8 @@ def narrow_all_gather(
     error = None
     try:
         schemes = _check(groups, optimizer, settings)
+        if not isinstance(report, str | Path | None):
+            raise ValueError(f"report = {report!r}; allowed: a path, or None")
     except ValueError as wrong:
         error = wrong
     check_settings(groups, settings, error)
@@ -263,6 +266,14 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     budget = settings["cache_budget_gib"]
     if type(budget) not in (int, float) or not 0 <= budget < math.inf:
         raise ValueError(f"cache_budget_gib = {budget!r}; allowed: a number of at least 0")
+    if settings["treatment"] not in get_args(Selection):
+        defaults = inspect.signature(narrow_all_gather).parameters
+        for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
+            if settings[name] != defaults[name].default:
+                raise ValueError(
+                    f"{name} = {settings[name]!r}: works with treatment = 'auto' or 'observe', not "
+                    f"{settings['treatment']!r}: leave it out"
+                )
     if settings["treatment"] in get_args(Selection) and optimizer is None:
         raise ValueError(
             f"treatment = {settings['treatment']!r} without an optimizer, after whose steps shards "

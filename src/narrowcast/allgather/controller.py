@@ -109,7 +109,8 @@ class Controller:
         self._steps_since_look = 0
         self._seen: dict[str, Seen] = {}
         self.problem: list[selection.Group] = []
-        self._coding_scale = 1.0
+        self._timed = Seen()
+        self._coding_scale, self._coded = 1.0, 0.0
         self._link_scales: dict[str, float] = {}
         self.reductions: list[Reduction] = []
         self.choice: selection.Choice | None = None
@@ -206,11 +207,18 @@ class Controller:
         seen = sum_over_ranks(self.observer.seen, self._all_names, self._device)
         self.watching = self._watching()
         self.observer.clear()
+        timed, self._timed = self._timed, seen[ALL]
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
-        if not self._seen:  # a step has less room than a piece takes: one more step
+        self._seen[ALL] = timed + self._timed  # of two looks: the time of few pieces says little
+        if not any(one.changes.values for one in self._seen.values()):
+            if self._late == 0 and self._is_leader:
+                self._log(
+                    f"nothing was seen of the shards until step {self.step}: a step has less room "
+                    "than it takes to look at a piece. The choice comes as soon as one was"
+                )
             self._late += 1
             return
-        self._rescale()
+        self._coded = self._coding_seconds()
         self._rescale_links()
         self.reductions = self._gradients.reductions(
             self._all_labels, self._links, self._steps_since_look, self._device
@@ -241,19 +249,20 @@ class Controller:
     def _solve(self) -> tuple[list[selection.Group], selection.Choice] | Exception:
         """Never raises: the other ranks wait for it."""
         try:
-            problem = self._make_problem()
+            self._rescale()
+            problem = self._make_problem(self._coding_scale)
             budget_bytes = int(self._rules.cache_budget_gib * _GIB)
             return problem, selection.choose(problem, budget_bytes, self._rules.strategy, MARGIN)
         except Exception as error:
             return error
 
-    def _make_problem(self) -> list[selection.Group]:
+    def _make_problem(self, scale: float) -> list[selection.Group]:
         sharing = Counter(comm.group.process_group.group_name for comm in self._comms)
         groups = []
         for label, comm in zip(self._labels, self._comms, strict=True):
             links = self._links[label]
-            scale = self._link_scales.get(comm.group.process_group.group_name, 1.0)
-            links = replace(links, all_gather=links.all_gather.scaled(scale))
+            link_scale = self._link_scales.get(comm.group.process_group.group_name, 1.0)
+            links = replace(links, all_gather=links.all_gather.scaled(link_scale))
             gathers = gain.merged_times(comm.gathers)
             groups.append(
                 gain.Gathered(
@@ -272,7 +281,7 @@ class Controller:
                 )
             )
         horizon = self._rules.reselect_interval or _FOR_GOOD
-        return gain.problem(groups, self._seen, self._scheme, horizon, self._coding_scale)
+        return gain.problem(groups, self._seen, self._scheme, horizon, scale)
 
     def _watching(self) -> float:
         """Of the rank that it takes longest."""
@@ -281,22 +290,24 @@ class Controller:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
 
-    def _rescale(self) -> None:
-        """Learns from the time that coding took in training, over what was predicted of it. Where
-        nothing is coded it forgets: a slow moment must not turn everything off for good."""
-        predicted = measured = 0.0
-        if self.choice is not None and self._rules.applies:
-            for group in self.problem:
-                chosen = self.choice.treatments.get(group.name, {})
-                for shard in group.shards if chosen else ():
-                    option = shard.options[chosen[shard.name]]
-                    predicted += option.hashing + option.encoding + option.decoding
-            measured = sum(c.coding_seconds for c in self._comms) / self._steps_since_look
-        sums = torch.tensor([predicted, measured], dtype=torch.float64, device=self._device)
+    def _coding_seconds(self) -> float:
+        """What coding took a step since the last look, mean of all ranks that code."""
+        mine = sum(comm.coding_seconds for comm in self._comms) / self._steps_since_look
+        sums = torch.tensor([mine, float(mine > 0)], dtype=torch.float64, device=self._device)
         dist.all_reduce(sums)
-        predicted, measured = sums.tolist()
-        if predicted > 0 and measured > 0:
-            self._coding_scale *= measured / predicted
+        total, ranks = sums.tolist()
+        return total / max(ranks, 1)
+
+    def _rescale(self) -> None:
+        """Learns from the time that coding took in training, over what the same shards' pieces say
+        of it. Where nothing is coded it forgets: a slow moment must not turn all off for good."""
+        predicted = 0.0
+        for group, comm in zip(self._make_problem(scale=1.0), self._comms, strict=True):
+            for shard in group.shards if comm.schemes is not None else ():
+                option = shard.options[comm.schemes[shard.name].treatment]
+                predicted += option.hashing + option.encoding + option.decoding
+        if predicted > 0 and self._coded > 0:
+            self._coding_scale = self._coded / predicted
         else:
             self._coding_scale **= 0.5
 
@@ -356,7 +367,11 @@ class Controller:
             "watching_share": self.watching,
             "coding_scale": self._coding_scale,
             "link_scale": sum(self._link_scales.values()) / max(len(self._link_scales), 1),
-            "seen": {name: one.changes.rates() for name, one in self._seen.items() if name != ALL},
+            "seen": {
+                name: {"values": one.changes.values, **one.changes.rates()}
+                for name, one in self._seen.items()
+                if name != ALL
+            },
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],
             **selection.as_json(self.problem, self.choice),
@@ -387,7 +402,10 @@ class Controller:
             self._rules.report.mkdir(parents=True, exist_ok=True)
             (self._rules.report / f"{name}{stage}{suffix}").write_text(text)
         except OSError as error:
-            logger.warning("narrowcast: the report is not written: %s", error)
+            logger.warning(
+                "narrowcast: the report is not written: %s. Give a folder that can be", error
+            )
+            self._rules = replace(self._rules, report=None)  # said once
 
 
 def _labels(groups: list[ParamGroup]) -> list[str]:
