@@ -7,7 +7,8 @@ import torchtitan.tools.utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.controller import Controller
-from narrowcast.volume import COLLECTIVES, SHARD_TYPES, Ledger, StepVolume, reduce_over_ranks
+from narrowcast.changes import SHARD_TYPES
+from narrowcast.volume import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
 
 _MIB = 1 << 20

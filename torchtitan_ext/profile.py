@@ -233,8 +233,9 @@ class _Watch:
     def after_step(self) -> None:
         import torch.distributed as dist
 
-        self._synchronize()
-        step, now = self._trainer.step, time.perf_counter()
+        from narrowcast import clock
+
+        step, now = self._trainer.step, clock.now(self._trainer.device)
         if self._is_profiling:
             self.profiled += 1
             if self.profiled == _PROFILED_STEPS:
@@ -248,7 +249,7 @@ class _Watch:
             self._trainer.narrowed.selection.observer.pieces_a_step = 0.0
             self._profiler.start()
             self._is_profiling = True
-        self._synchronize()
+        clock.now(self._trainer.device)
         dist.barrier()  # none waits in the next step for another's look at this one
         self._ended = time.perf_counter()
 
@@ -277,12 +278,6 @@ class _Watch:
             if len(shape) == 1 and shape[0] in self._reduced:
                 return "reduce_scatter"
         return kind
-
-    def _synchronize(self) -> None:
-        import torch
-
-        if not self._on_cpu:
-            torch.accelerator.synchronize()
 
 
 def _take_steps(flags: Sequence[str]) -> tuple[int, list[str]]:

@@ -103,6 +103,12 @@ class ParamGroup:
         """Elements of each parameter's padded shard, in the order of ``params``."""
         return [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
 
+    @property
+    def shard_bytes(self) -> int:
+        """Of the padded shards of all parameters, as they are gathered."""
+        sizes = zip(self.numels, self.params, strict=True)
+        return sum(numel * param.dtype.itemsize for numel, param in sizes)
+
     @torch.no_grad()
     def piece(self, index: int, start: int, stop: int) -> Tensor:
         """Values ``start`` to ``stop`` of the padded shard of parameter ``index``, as they will be

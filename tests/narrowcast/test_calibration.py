@@ -4,6 +4,7 @@ on by so much on this rank: an operation takes two readings, whatever it does.""
 import itertools
 import json
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -77,7 +78,14 @@ def _calibrate(reading_seconds: list[float], seconds: float) -> Outcome:
     sent_bytes: list[int] = []
     state = torch.get_rng_state()
     stop = count_collectives(sent_bytes.append)
-    with patch.object(calibration, "perf_counter", lambda: next(readings) * reading_seconds[rank]):
+
+    def read() -> float:
+        return next(readings) * reading_seconds[rank]
+
+    with (
+        patch.object(calibration, "perf_counter", read),
+        patch("narrowcast.clock.time", SimpleNamespace(perf_counter=read)),
+    ):
         measured = calibration.calibrate(groups, CODERS, cache_device="cpu", seconds=seconds)
     stop()
     names = [group.process_group.group_name for group in groups]

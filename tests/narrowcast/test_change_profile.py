@@ -18,8 +18,8 @@ from narrowcast.allgather.change_profile import (
     merged,
     sizes,
 )
+from narrowcast.changes import count_changes
 from narrowcast.torch_internals import ShardedParam
-from narrowcast.volume import count_changes
 
 BF16 = floats.LAYOUTS[torch.bfloat16]
 

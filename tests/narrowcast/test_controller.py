@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -46,7 +47,7 @@ def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
         patch.object(
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
-        patch.object(observation, "_now", lambda _: next(ticks) * tick),
+        patch.object(observation, "clock", SimpleNamespace(now=lambda _: next(ticks) * tick)),
         patch.object(api, "Observer", partial(observation.Observer, share=math.inf)),
         patch.object(controller.Controller, "_rescale", lambda _: None),
         patch.object(controller.Controller, "_rescale_links", lambda _: None),
@@ -267,12 +268,21 @@ def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> 
         }
 
 
-def _report(folder: Path) -> None:
+def _report(folder: Path, pieces_a_step: float | None = None) -> None:
     with on_a_link(SLOW):
         setup = Setup(steps=6)
         model, optimizer, handle = _narrow(setup, report=folder)
+        if pieces_a_step is not None:
+            handle.selection.observer.pieces_a_step = pieces_a_step
         train(setup, model, optimizer)
         handle.remove()
+
+
+def test_the_report_says_how_many_shards_were_not_looked_at(ranks, tmp_path) -> None:
+    """At every third step each of the two ranks looks at one."""
+    ranks(2).run(_report, tmp_path, 1 / 3)
+    text = (tmp_path / "choice-step-00000004.txt").read_text()
+    assert "18 of 20 shards were not looked at yet" in text
 
 
 def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks, tmp_path) -> None:
@@ -290,6 +300,7 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert 0 < seen["changed_exponents"] < seen["changed_values"] <= 1
     assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
+    assert "not looked at" not in text
     assert "bits a value in place of 16" in text
     assert "gradients of" in text
     assert (
@@ -353,7 +364,7 @@ def _link_scale(_: None) -> tuple[float, float]:
         number = len(comm.plain_seconds)
         comm.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
         measured += number
-        predicted += number * SLOW * comm.shard_bytes
+        predicted += number * SLOW * comm.group.shard_bytes
     handle.selection._rescale_links()
     handle.remove()
     return handle.selection._link_scales.popitem()[1], measured / predicted

@@ -12,8 +12,8 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.gain import Gathered, problem
 from narrowcast.allgather.observation import ALL, TREATMENTS, Cost, Seen
 from narrowcast.allgather.selection import Group, Option, choose
+from narrowcast.changes import Changes
 from narrowcast.torch_internals import ShardedParam
-from narrowcast.volume import Changes
 from tests.narrowcast.training import Setup, build, narrow, train
 
 BF16 = torch.bfloat16

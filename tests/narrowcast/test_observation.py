@@ -23,8 +23,8 @@ from narrowcast.allgather.observation import (
     examine,
     sum_over_ranks,
 )
+from narrowcast.changes import Changes, count_changes
 from narrowcast.torch_internals import param_groups
-from narrowcast.volume import Changes, count_changes
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 
 CODER = find_coder("zstd")
@@ -94,6 +94,7 @@ def test_times_are_those_of_a_gather(check: str) -> None:
     layout, clock = floats.LAYOUTS[torch.bfloat16], Clock()
     with (
         patch.object(observation, "time", clock),
+        patch("narrowcast.clock.time", clock),
         clock.slowed("changed_blocks", 1),
         clock.slowed("block_hashes", 1),
         clock.slowed("encode", 4),
@@ -198,6 +199,7 @@ def _pieces_a_step(share: float) -> tuple[float, list[int], set[tuple[int, int, 
 
     with (
         patch.object(observation, "time", clock),
+        patch("narrowcast.clock.time", clock),
         patch.object(observation, "examine", examine),
         patch.object(observation, "MAX_RUN_VALUES", LENGTH),
     ):

@@ -14,23 +14,20 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 from narrowcast import floats
+from narrowcast.changes import SHARD_TYPES, Changes, count_changes, shard_type
 from narrowcast.floats import LAYOUTS
 from narrowcast.torch_internals import ParamGroup, ShardedParam, is_default
 from narrowcast.volume import (
     COLLECTIVES,
-    SHARD_TYPES,
-    Changes,
     GatherVolume,
     GradientVolume,
     Ledger,
     StepVolume,
     TokenVolume,
     all_reduce_bytes,
-    count_changes,
     count_volume,
     ledger_of,
     reduce_over_ranks,
-    shard_type,
 )
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from scipy.optimize import nnls
 from torch import Tensor
 
-from narrowcast import floats
+from narrowcast import clock, floats
 from narrowcast.allgather import codec
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.coders import Coder, find_coder
@@ -194,7 +194,7 @@ def calibrate(
     )
     host = None
     if cache_device == "cpu" and device.type != "cpu":
-        largest = max(_shard_bytes(group) for group in groups)
+        largest = max(group.shard_bytes for group in groups)
         host = _measure_host(largest, together, _CURVE_SHARE * seconds)
     (took,) = together.slowest([perf_counter() - start])
     return Calibration(links, speeds, hashing, comparing, host, took)
@@ -231,19 +231,14 @@ class _Stopwatch:
         for group in self.groups:
             dist.barrier(group)
         before()
-        self._synchronize()
         for _ in range(repeats):
-            start = perf_counter()
+            start = clock.now(self.device)
             operation()
             returned.append(perf_counter() - start)
-            self._synchronize()
-            done.append(perf_counter() - start)
+            done.append(clock.now(self.device) - start)
         medians = [statistics.median(done), statistics.median(returned)]
         seconds, until_return, took = self.slowest([*medians, perf_counter() - begin])
         return seconds, until_return, took
-
-    def _synchronize(self) -> None:
-        torch.get_device_module(self.device).synchronize()
 
 
 def _measure_links(
@@ -272,7 +267,7 @@ def _measure_links(
         return _measure_curve(operation, largest, stopwatch, _CURVE_SHARE * seconds)
 
     largest_fp32 = max(4 * sum(group.numels) for group in groups)
-    gathering = curve(all_gather, max(_shard_bytes(group) for group in groups))
+    gathering = curve(all_gather, max(group.shard_bytes for group in groups))
     announce, *_ = stopwatch.times(
         lambda: largest_sizes([0] * _ANNOUNCED, process_group, device), _REPEATS
     )
@@ -319,11 +314,6 @@ def _sizes(largest: int) -> list[int]:
     while sizes[-1] >= _RATIO * _SMALLEST:
         sizes.append(sizes[-1] // _RATIO)
     return [size + -size % 4 for size in reversed(sizes)]
-
-
-def _shard_bytes(group: ParamGroup) -> int:
-    sizes = zip(group.numels, group.params, strict=True)
-    return sum(numel * param.dtype.itemsize for numel, param in sizes)
 
 
 class _TinyGroup(ParamGroup):

@@ -9,7 +9,6 @@ are those of neighbours, joined.
 """
 
 import statistics
-import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowcast import floats
+from narrowcast import clock, floats
 from narrowcast.allgather import codec
+from narrowcast.changes import SHARD_TYPES, shard_type
 from narrowcast.floats import FloatLayout
 from narrowcast.torch_internals import ParamGroup
-from narrowcast.volume import SHARD_TYPES, shard_type
 
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # each divides the next
 FACTORS = (2, 4, 8)  # of larger world sizes to that of the job
@@ -204,9 +203,9 @@ def check_seconds(groups: Sequence[ParamGroup], block_size: int) -> dict[str, fl
         for name, check in checks.items():
             check(exponents_N, kept[name], block_size)  # the first call takes longer
             for i in range(_REPEATS):
-                start = _now(bits_N)
+                start = clock.now(bits_N.device)
                 check(floats.exponents(bits_N, layout), kept[name], block_size)
-                totals[name][i] += _now(bits_N) - start
+                totals[name][i] += clock.now(bits_N.device) - start
     return {name: statistics.median(seconds) for name, seconds in totals.items()}
 
 
@@ -329,9 +328,3 @@ def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[int, int, FloatLayou
 def _exponents(group: ParamGroup, index: int, layout: FloatLayout) -> Tensor:
     bits_N = group.piece(index, 0, group.numels[index]).view(layout.bits)
     return floats.exponents(bits_N, layout)
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)
-    return time.perf_counter()

@@ -28,8 +28,9 @@ from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import start_round
 from narrowcast.allgather.offload import Foresight, HostCopies, Kept
 from narrowcast.allgather.runs import Run, make_runs, recut
+from narrowcast.changes import Changes, count_changes, shard_type
 from narrowcast.torch_internals import AllGather, DefaultAllocMixin, ParamGroup, WorkThatFinishes
-from narrowcast.volume import Changes, Ledger, all_reduce_bytes, count_changes, shard_type
+from narrowcast.volume import Ledger, all_reduce_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -200,17 +201,11 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         if len(dtypes) == 1:
             numel, dtype = sum(self.group.numels), dtypes.pop()
         else:
-            numel, dtype = self.shard_bytes, torch.uint8
+            numel, dtype = self.group.shard_bytes, torch.uint8
         return self.state_of(self.group.process_group, numel, dtype)
 
     def _is_whole(self, group: dist.ProcessGroup) -> bool:
         return group.group_name == self.group.process_group.group_name
-
-    @property
-    def shard_bytes(self) -> int:
-        """Of the padded shards of all parameters."""
-        sizes = zip(self.group.numels, self.group.params, strict=True)
-        return sum(numel * param.dtype.itemsize for numel, param in sizes)
 
     def reset(self) -> None:
         """Drops all that is kept; every rank must. The next gathers send everything."""
@@ -229,7 +224,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return self.states[key]
 
     def _new_state(self, numel: int, dtype: torch.dtype, world_size: int) -> GroupState:
-        scale = numel * dtype.itemsize / self.shard_bytes
+        scale = numel * dtype.itemsize / self.group.shard_bytes
         params = [
             (param.name, round(param_numel * scale), param.dtype)
             for param_numel, param in zip(self.group.numels, self.group.params, strict=True)

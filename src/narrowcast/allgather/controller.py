@@ -24,10 +24,11 @@ from narrowcast.allgather import calibration, gain, selection
 from narrowcast.allgather.coders import CODERS
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.observation import ALL, TREATMENTS, Observer, Seen, sum_over_ranks
+from narrowcast.changes import Changes, shard_type
 from narrowcast.reducescatter import gain as gradient_gain
 from narrowcast.reducescatter.gain import GradientWatch, Reduction
 from narrowcast.torch_internals import ParamGroup
-from narrowcast.volume import Changes, Ledger, shard_type
+from narrowcast.volume import Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -327,7 +328,7 @@ class Controller:
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=comms[0].group.process_group)
             predicted = sum(
                 len(comm.plain_seconds)
-                * self._links[self._labels[index]].all_gather.seconds(comm.shard_bytes)
+                * self._links[self._labels[index]].all_gather.seconds(comm.group.shard_bytes)
                 for index, comm in zip(indices, comms, strict=True)
             )
             self._link_scales[name] = least.sum().item() / predicted if predicted else 1.0
@@ -383,6 +384,13 @@ class Controller:
 
     def _table(self, limit: int) -> str:
         table = selection.table(self.problem, self.choice, limit=limit)
+        names = self._names & {param.name for comm in self._comms for param in comm.group.params}
+        unseen = names - self._seen.keys()
+        if unseen:
+            table += (
+                f"\n{len(unseen)} of {len(names)} shards were not looked at yet: what was seen of "
+                "their kind, or else of all, stands for them."
+            )
         if self.reductions:
             table += "\n\n" + gradient_gain.table(self.reductions[:limit])
         return table

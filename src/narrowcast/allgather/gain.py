@@ -20,8 +20,8 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.observation import ALL, TREATMENTS, Cost, Seen
 from narrowcast.allgather.runs import MAX_RUN_VALUES
 from narrowcast.allgather.selection import Group, Option, Shard
+from narrowcast.changes import shard_type
 from narrowcast.torch_internals import ShardedParam
-from narrowcast.volume import shard_type
 
 _NOISE = 0.05  # of the cost in force: what a change must gain, since times are never twice the same
 

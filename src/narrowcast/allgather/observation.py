@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast import floats
+from narrowcast import clock, floats
 from narrowcast.allgather import codec, wire
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.runs import MAX_RUN_VALUES
+from narrowcast.changes import Changes, count_changes
 from narrowcast.floats import FloatLayout
+from narrowcast.sums import Summable
 from narrowcast.torch_internals import ParamGroup
-from narrowcast.volume import Changes, count_changes
 
 TREATMENTS = ("value", "exponent", "coded", "raw")
 SHARE = 0.012  # of a step; with copies and gradients it stays below 2 %
@@ -32,7 +33,7 @@ ALL = ""  # in the place of a parameter's name: pieces of every one, that are as
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Summable):
     """What a treatment takes of the pieces of a shard, summed: in the first gather after a step of
     the optimizer, and in a later one. Bytes, and seconds of one rank for one rank's shard."""
 
@@ -44,9 +45,6 @@ class Cost:
     later_encoding: float = 0.0
     first_decoding: float = 0.0
     later_decoding: float = 0.0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     def scaled(self, factor: float) -> "Cost":
         return Cost(*(getattr(self, f.name) * factor for f in fields(self)))
@@ -116,7 +114,7 @@ def _cost(old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, cod
     def gather(before_N: Tensor) -> tuple[float, float, float, float]:
         kept = codec.sender_keeps(before_N, scheme, layout)
         kept_N = codec.receiver_keeps(before_N, scheme, layout)
-        start = _now(new_N)
+        start = clock.now(new_N.device)
         hashing = 0.0
         if scheme.treatment == "exponent" and scheme.exponent_exchange == "blocks":
             exponents_N = floats.exponents(new_N, layout)
@@ -124,32 +122,26 @@ def _cost(old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, cod
                 codec.block_hashes(exponents_N, scheme.block_size)
             else:
                 codec.changed_blocks(exponents_N, kept, scheme.block_size)
-            hashing = _now(new_N) - start
-        start = _now(new_N)
+            hashing = clock.now(new_N.device) - start
+        start = clock.now(new_N.device)
         torch.equal(new_N, new_N)  # as a shard is compared with the one that was prepared
         encoded = codec.encode(new_N, kept, scheme, layout, coder)
         payload = wire.pack(
             [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=new_N.device
         )
-        encoding = _now(new_N) - start - hashing
-        start = _now(new_N)
+        encoding = clock.now(new_N.device) - start - hashing
+        start = clock.now(new_N.device)
         (arrived,) = wire.unpack_body(*wire.unpack(payload))
         bits_N = codec.decode(arrived, kept_N, new_N.numel(), scheme, layout, coder)
         row_N.copy_(bits_N)
         codec.receiver_keeps(bits_N, scheme, layout)
-        return encoded.size, hashing, max(encoding, 0.0), _now(new_N) - start
+        return encoded.size, hashing, max(encoding, 0.0), clock.now(new_N.device) - start
 
     row_N = torch.empty_like(new_N)
     first = gather(old_N)
     # Nothing is kept of a coded or raw shard, so that a later gather is as the first.
     later = gather(new_N) if scheme.treatment in ("value", "exponent") else first
     return Cost(*(value for both in zip(first, later, strict=True) for value in both))
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Shard:
 
     Attributes:
         name: of the parameter; unique within its group.
-        kind: type of shard, as of ``volume.shard_type``.
+        kind: type of shard, as of ``changes.shard_type``.
         values: of one rank's shard.
         plain: seconds a step of plain FSDP2's gathers for its bytes.
         options: by treatment. There is always ``raw``, which keeps no cache: as the shard is sent

@@ -4,7 +4,6 @@ Contributions to gradients are looked at on their way into the reduction: a piec
 coded and decoded by the same functions, and timed. Times of links come from the calibration.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -13,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast import clock
 from narrowcast.allgather import wire
 from narrowcast.allgather.calibration import Links
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.runs import MAX_RUN_VALUES
 from narrowcast.reducescatter import codec
+from narrowcast.sums import Summable
 from narrowcast.tables import aligned
 from narrowcast.torch_internals import ParamGroup
 
@@ -45,7 +46,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class _Looked:
+class _Looked(Summable):
     """Sums over the pieces of a group's gradients: values, bytes coded, and seconds."""
 
     values: float = 0.0
@@ -53,9 +54,6 @@ class _Looked:
     encoding: float = 0.0
     decoding: float = 0.0
     adding: float = 0.0
-
-    def __add__(self, other: "_Looked") -> "_Looked":
-        return _Looked(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class GradientWatch:
@@ -139,26 +137,20 @@ class GradientWatch:
 
 def _look(values_N: Tensor, coder: Coder) -> _Looked:
     target_N, sum_N = torch.empty_like(values_N), torch.zeros_like(values_N)
-    start = _now(values_N)
+    start = clock.now(values_N.device)
     encoded = codec.encode(values_N, "coded", coder)
     payload = wire.pack(
         [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=values_N.device
     )
-    encoding = _now(values_N)
+    encoding = clock.now(values_N.device)
     (arrived,) = wire.unpack_body(*wire.unpack(payload))
     codec.decode_into(target_N, arrived, coder)
-    decoding = _now(values_N)
+    decoding = clock.now(values_N.device)
     sum_N.add_(target_N)
-    added = _now(values_N)
+    added = clock.now(values_N.device)
     return _Looked(
         values_N.numel(), encoded.size, encoding - start, decoding - encoding, added - decoding
     )
-
-
-def _now(tensor: Tensor) -> float:
-    if tensor.device.type != "cpu":
-        torch.accelerator.synchronize(tensor.device)
-    return time.perf_counter()
 
 
 def table(reductions: Sequence[Reduction]) -> str:
