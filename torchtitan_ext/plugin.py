@@ -64,7 +64,6 @@ class TrainerPlugin:
                 self.optimizers,
             )
             self.metrics_processor.selection = self.narrowed.selection
-            _warn_of_a_short_run(config)
         if switches.reduce_scatter.enable:
             self.narrowed_gradients = _install(
                 narrow_reduce_scatter, config, "reduce_scatter", self.model_parts, self.optimizers
@@ -84,8 +83,11 @@ class TrainerPlugin:
 
     def train_step(self, data_iterator: Any) -> None:
         """A step of training, watched where a trace or a placement is to come of it."""
-        if self.narrowed is not None and self.narrowed.selection is not None:
-            self.narrowed.selection.step = self.step - 1
+        selection = self.narrowed.selection if self.narrowed is not None else None
+        if selection is not None:
+            if selection.step == 0:  # the first that this process trains
+                _warn_of_a_short_run(self.config, self.step)
+            selection.step = self.step - 1
         runs = [run for run in (self.placed, self._traced) if run is not None]
         with contextlib.ExitStack() as stack:
             for run in runs:
@@ -111,13 +113,14 @@ class TrainerPlugin:
         return next((handle.ledger for handle in self._handles()), None)
 
 
-def _warn_of_a_short_run(config: Any) -> None:
+def _warn_of_a_short_run(config: Any, first_step: int) -> None:
     gathers, steps = config.narrowcast.all_gather, config.training.steps
-    if gathers.treatment in ("auto", "observe") and steps <= gathers.warmup_steps:
+    needed = gathers.warmup_steps + (gathers.treatment == "auto")  # one to train as was chosen
+    if steps - first_step + 1 < needed:
         logger.warning(
-            f"narrowcast.all_gather.warmup_steps = {gathers.warmup_steps}, and training.steps = "
-            f'{steps}: treatment "{gathers.treatment}" will choose nothing. Train longer, or watch '
-            "fewer steps"
+            f"narrowcast.all_gather.warmup_steps = {gathers.warmup_steps} is too much from step "
+            f"{first_step} to training.steps = {steps}: treatment "
+            f'"{gathers.treatment}" will choose nothing. Train longer, or watch fewer steps'
         )
 
 

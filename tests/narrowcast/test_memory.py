@@ -1,8 +1,8 @@
 """Narrowing costs the memory that its treatment says, and of payloads one group's at a time."""
 
+import functools
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
@@ -64,9 +64,15 @@ def _peak(step: Callable[[], None]) -> int:
     return peak
 
 
-def _typical_peak(ranks: Ranks, *args: Any) -> float:
-    """The median of all ranks and steps, since gloo's threads allocate at times of their own."""
-    return median(peak for _, peaks in ranks.run(_kept_and_peaks, *args) for peak in peaks)
+@functools.cache
+def _measured(
+    ranks: Ranks, treatment: str | None = None, gradients: str | None = None
+) -> tuple[set[int], float]:
+    """Bytes of the caches, and the median of all peaks of ranks and steps, since gloo's threads
+    allocate at times of their own."""
+    settings = None if treatment is None else TREATMENTS[treatment]
+    kept, peaks = zip(*ranks.run(_kept_and_peaks, settings, gradients), strict=True)
+    return set(kept), median(peak for of_rank in peaks for peak in of_rank)
 
 
 KEPT_BYTES = {
@@ -80,21 +86,21 @@ KEPT_BYTES = {
 
 @pytest.mark.parametrize("name", KEPT_BYTES)
 def test_what_is_kept_is_what_the_treatment_says(ranks, name: str) -> None:
-    for kept, _ in ranks(4).run(_kept_and_peaks, TREATMENTS[name]):
-        assert kept == KEPT_BYTES[name]
+    kept, _ = _measured(ranks(4), name)
+    assert kept == {KEPT_BYTES[name]}
 
 
 @pytest.mark.parametrize("name", ["value", "exponent", "coded"])
 def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> None:
     """Its peak may include the caches, where they are made anew within it."""
-    plain_peak = _typical_peak(ranks(4), None)
-    peak = _typical_peak(ranks(4), TREATMENTS[name])
+    _, plain_peak = _measured(ranks(4))
+    _, peak = _measured(ranks(4), name)
     assert peak <= plain_peak + KEPT_BYTES[name] + GROUP_BYTES
 
 
 @pytest.mark.parametrize("gradients", ["coded", "raw"])
 def test_reductions_need_the_pieces_of_one_group_at_most(ranks, gradients: str) -> None:
     """Those that a rank sends and those that come in are all but its own, coded or not."""
-    plain_peak = _typical_peak(ranks(4), None)
-    peak = _typical_peak(ranks(4), None, gradients)
+    _, plain_peak = _measured(ranks(4))
+    _, peak = _measured(ranks(4), None, gradients)
     assert peak <= plain_peak + GRADIENT_BYTES

@@ -295,7 +295,21 @@ def _parse_docstrings_once() -> None:
     """The command line's help comes of the source of each config class: a third of a short run."""
     from tyro._docstrings import _ClassTokenization
 
-    _ClassTokenization.make = staticmethod(functools.cache(_ClassTokenization.make))
+    make = _ClassTokenization.make
+
+    @functools.cache
+    def made(cls: type) -> Any:
+        try:
+            return make(cls)
+        except OSError as error:  # of classes that have no source
+            return error
+
+    def make_once(cls: type) -> Any:
+        if isinstance(made(cls), OSError):
+            raise made(cls)
+        return made(cls)
+
+    _ClassTokenization.make = staticmethod(make_once)
 
 
 _last_job: list[object] = []
