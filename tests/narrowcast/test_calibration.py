@@ -111,6 +111,7 @@ def test_every_process_group_is_measured_up_to_its_largest_shard(ranks) -> None:
         assert curve.seconds(100_000) == pytest.approx(2.0**-19)
     assert first.announce == 2.0**-19
     assert first.gather_overhead == pytest.approx(0, abs=1e-9)  # all takes the same by this clock
+    assert first.unchanged == 0
     coder = measured.coders["zstd"]
     assert (coder.encode, coder.decode, coder.hidden) == (2.0**39, 2.0**39, 0)
     assert 2 < coder.ratio < 4
@@ -139,7 +140,7 @@ def _example() -> Calibration:
         return calibration.fit(sizes, [latency + size / bytes_per_second for size in sizes])
 
     slow, fast = line(5e-4, 12.5e6 / 3), line(3e-5, 1e9)
-    links = calibration.Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 7e-4)
+    links = calibration.Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 0.0, 7e-4)
     coder = CoderSpeed("zstd", 150e6, 600e6, 3.07, 0.25)
     return Calibration({"7": links}, {"zstd": coder}, 3e6, 431e6, HostLink(fast, fast), 2.5)
 

@@ -32,7 +32,7 @@ def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Ca
     curve = Curve(0.0, seconds_per_byte, 0.0, (1,), (seconds_per_byte,))
     links = {
         group.process_group.group_name: Links(
-            tuple(dist.get_process_group_ranks(group.process_group)), curve, curve, curve, 0.0, 0.0
+            tuple(dist.get_process_group_ranks(group.process_group)), *[curve] * 3, 0.0, 0.0, 0.0
         )
         for group in groups
     }

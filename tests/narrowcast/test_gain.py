@@ -19,7 +19,7 @@ from tests.narrowcast.training import Setup, build, narrow, train
 BF16 = torch.bfloat16
 DIFFERENCE = Scheme("value", "difference")
 CURVE = Curve(latency=7.0, seconds_per_byte=10.0, error=0.0, nbytes=(), measured=())
-LINKS = Links((0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, announce=0.0)
+LINKS = Links((0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, unchanged=0.0, announce=0.0)
 # A value, in the first gather of a step and in a later one: bytes, and seconds.
 COSTS = {
     "value": Cost(0.5, 0, 0, 0, 3, 1, 2, 1),
@@ -94,6 +94,16 @@ def test_every_term_of_the_gain_is_counted_for_every_gather_of_a_step() -> None:
     assert {name: option.cache_bytes for name, option in found.items()} == {
         **{"value": 4 * 1000 * 2, "exponent": 4 * 1000, "coded": 0, "raw": 0}
     }
+
+
+def test_what_whole_shards_take_beyond_their_pieces_is_counted_for_every_treatment() -> None:
+    """In an unchanged gather a value takes 1 to encode and 4 x 1 to decode, by its pieces."""
+    for world_size, unchanged, more in ((4, 10.0, 2 * 10 - 5), (2, 10.0, 10 - 3), (4, 2.0, 0)):
+        sites = {"times": {(world_size, 1000): 2.0}}
+        plain = options(gathered(1000, **sites))
+        slow = replace(LINKS, unchanged=unchanged)
+        for name, option in options(gathered(1000, links=slow, **sites)).items():
+            assert option.decoding == plain[name].decoding + 2 * 1000 * more
 
 
 def test_three_gathers_a_step_are_one_first_and_two_later_ones() -> None:

@@ -27,7 +27,7 @@ def curve(latency: float, seconds_per_byte: float) -> Curve:
 
 def links(world_size: int) -> Links:
     swap = curve(5.0, 0.5)
-    return Links(tuple(range(world_size)), curve(0, 0), curve(7.0, 0.25), swap, 0.0, 0.0)
+    return Links(tuple(range(world_size)), curve(0, 0), curve(7.0, 0.25), swap, 0.0, 0.0, 0.0)
 
 
 def gradients(num_values: int, seed: int) -> Tensor:

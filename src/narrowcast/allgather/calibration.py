@@ -42,6 +42,7 @@ _MATTERS = 1 << 18  # bytes from which a curve's error is told
 _SAMPLE = 1 << 20  # bytes to encode
 _BLOCK_SIZE = 512  # values a block, of hashes
 _ANNOUNCED = 32  # sizes
+_TINY = 128  # bytes of a shard
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class Links:
         reduce_scatter: the backend's own, of fp32, by the bytes of the shard that one rank gets.
         swap: ``exchange``, by the bytes of the payload for each partner.
         gather_overhead: seconds of a narrowed gather beyond the link's, however small it is.
+        unchanged: seconds a byte of the shard that one takes besides, if nothing has changed: what
+            a rank does with whole shards, which no piece of one tells.
         announce: seconds of ``largest_sizes``, once a step.
     """
 
@@ -90,6 +93,7 @@ class Links:
     reduce_scatter: Curve
     swap: Curve
     gather_overhead: float
+    unchanged: float
     announce: float
 
 
@@ -271,12 +275,16 @@ def _measure_links(
     announce, *_ = stopwatch.times(
         lambda: largest_sizes([0] * _ANNOUNCED, process_group, device), _REPEATS
     )
+    largest = gathering.nbytes[-1]
+    overhead = _unchanged_gather(process_group, _TINY, gathering, stopwatch)
+    unchanged = _unchanged_gather(process_group, largest, gathering, stopwatch) - overhead
     return Links(
         ranks=ranks,
         all_gather=gathering,
         reduce_scatter=curve(reduce_scatter, largest_fp32),
         swap=curve(swap, largest_fp32),
-        gather_overhead=_gather_overhead(process_group, gathering, stopwatch),
+        gather_overhead=overhead,
+        unchanged=max(unchanged, 0.0) / largest,
         announce=announce,
     )
 
@@ -316,23 +324,24 @@ def _sizes(largest: int) -> list[int]:
     return [size + -size % 4 for size in reversed(sizes)]
 
 
-class _TinyGroup(ParamGroup):
+class _OneShard(ParamGroup):
     """As much of a parameter group as ``NarrowAllGather`` asks for."""
 
-    numels = (64,)
+    numels: tuple[int, ...] = ()
 
 
-def _gather_overhead(
-    process_group: dist.ProcessGroup, gathering: Curve, stopwatch: _Stopwatch
+def _unchanged_gather(
+    process_group: dist.ProcessGroup, nbytes: int, gathering: Curve, stopwatch: _Stopwatch
 ) -> float:
     """Seconds that the gather of an unchanged ``value`` shard takes beyond that of its head."""
-    group = _TinyGroup("calibration", (ShardedParam("weight", torch.bfloat16),), None)
+    group = _OneShard("calibration", (ShardedParam("weight", torch.bfloat16),), None)
+    group.numels = (nbytes // torch.bfloat16.itemsize,)
     comm = NarrowAllGather(group, {"weight": Scheme("value")}, find_coder("auto"))
     shard = torch.ones(group.numels, dtype=torch.bfloat16, device=stopwatch.device)
-    gathered = shard.new_empty(process_group.size() * shard.numel())
+    size = [process_group.size() * shard.numel()]
 
-    def gather() -> None:
-        comm(gathered, shard, process_group)
+    def gather() -> None:  # into fresh memory, as in training
+        comm(comm.allocate(size, dtype=shard.dtype, device=shard.device), shard, process_group)
 
     gather()  # the first sends all
     seconds, *_ = stopwatch.times(gather, _REPEATS)

@@ -194,6 +194,7 @@ def _option(
         hashing += values * (cost.first_hashing + later * cost.later_hashing)
         encoding += values * (cost.first_encoding + later * cost.later_encoding)
         decoding += world_size * values * (cost.first_decoding + later * cost.later_decoding)
+        decoding += times * values * _handling(group, param, seen, world_size)
         cold += per_byte * values * (coded.first_bytes - cost.first_bytes)
         cache_at_site = _cache_bytes(treatment, world_size, values, param, scheme)
         hosted += cache_at_site * (times * from_host + to_host)
@@ -210,6 +211,13 @@ def _option(
         bits=8 * cost.first_bytes,
         cache_bytes=cache_bytes,
     )
+
+
+def _handling(group: Gathered, param: ShardedParam, seen: Seen, world_size: int) -> float:
+    """Seconds a value that narrowed gathers of whole shards take beyond those of their pieces."""
+    whole = group.links.unchanged * world_size / len(group.links.ranks) * param.dtype.itemsize
+    pieces = seen.a_value("value")
+    return max(whole - pieces.later_encoding - world_size * pieces.later_decoding, 0.0)
 
 
 def _cache_bytes(
