@@ -5,13 +5,14 @@ import itertools
 import json
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -19,6 +20,7 @@ from narrowcast.agreement import sharded_groups
 from narrowcast.allgather import calibration
 from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, HostLink
 from narrowcast.allgather.coders import CODERS
+from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.torch_internals import count_collectives
 
 WIDTH = 512
@@ -65,8 +67,11 @@ class Outcome:
     same_generator: bool
 
 
-def _calibrate(reading_seconds: list[float], seconds: float) -> Outcome:
-    """By a clock that each reading moves on by ``reading_seconds[rank]``."""
+def _calibrate(
+    reading_seconds: list[float], seconds: float, gather_seconds_per_byte: float = 0.0
+) -> Outcome:
+    """By a clock that each reading moves on by ``reading_seconds[rank]``, and narrowed gathers by
+    the size of the shard."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     twin = dist.new_group(list(range(world_size)), group_desc="twin")
     meshes = [init_device_mesh("cpu", (world_size,)), DeviceMesh.from_group(twin, "cpu")]
@@ -79,12 +84,21 @@ def _calibrate(reading_seconds: list[float], seconds: float) -> Outcome:
     state = torch.get_rng_state()
     stop = count_collectives(sent_bytes.append)
 
+    gathering = 0.0
+
     def read() -> float:
-        return next(readings) * reading_seconds[rank]
+        return next(readings) * reading_seconds[rank] + gathering
+
+    class SlowGather(NarrowAllGather):
+        def __call__(self, output: Tensor, shard: Tensor, *rest: Any) -> Any:
+            nonlocal gathering
+            gathering += shard.nbytes * gather_seconds_per_byte
+            return super().__call__(output, shard, *rest)
 
     with (
         patch.object(calibration, "perf_counter", read),
         patch("narrowcast.clock.time", SimpleNamespace(perf_counter=read)),
+        patch.object(calibration, "NarrowAllGather", SlowGather),
     ):
         measured = calibration.calibrate(groups, CODERS, cache_device="cpu", seconds=seconds)
     stop()
@@ -119,6 +133,13 @@ def test_every_process_group_is_measured_up_to_its_largest_shard(ranks) -> None:
     assert measured.host is None  # the device is the host
 
 
+def test_what_a_narrowed_gather_takes_by_the_size_of_the_shard_is_measured(ranks) -> None:
+    outcome, _ = ranks(2).run(_calibrate, [2.0**-20] * 2, 3.0, 1e-8)
+    links = next(iter(outcome.calibration.links.values()))
+    assert links.gather_overhead < 2e-6
+    assert links.unchanged == pytest.approx(1e-8, rel=1e-3)
+
+
 def test_a_slower_rank_slows_all_and_none_waits_for_another(ranks) -> None:
     fast, slow = 2.0**-30, 2.0**-10
     alone, _ = ranks(2).run(_calibrate, [fast, fast], 0.03)
@@ -140,7 +161,7 @@ def _example() -> Calibration:
         return calibration.fit(sizes, [latency + size / bytes_per_second for size in sizes])
 
     slow, fast = line(5e-4, 12.5e6 / 3), line(3e-5, 1e9)
-    links = calibration.Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 0.0, 7e-4)
+    links = calibration.Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 4e-9, 7e-4)
     coder = CoderSpeed("zstd", 150e6, 600e6, 3.07, 0.25)
     return Calibration({"7": links}, {"zstd": coder}, 3e6, 431e6, HostLink(fast, fast), 2.5)
 
@@ -153,7 +174,7 @@ def test_the_table_tells_rates_of_the_link() -> None:
     assert group.startswith("0-2,8 ")
     assert group.count("500 us + 100 Mbit/s (+- 0 %)") == 2
     assert "1000 us + 200 Mbit/s" in group
-    assert group.endswith("+ 2000 us  700 us")
+    assert group.endswith("+ 2000 us + 4.2 ms/MiB  700 us")
     assert coder.split() == ["zstd", "150", "MB/s", "600", "MB/s", "3.07", "25", "%"]
     assert "hashing 3 MB/s, comparing 431 MB/s" in rest
     assert "to the host 30 us + 8000 Mbit/s" in rest

@@ -412,8 +412,9 @@ def table(calibration: Calibration) -> str:
     for ranks, links in measured.items():
         curves = (links.all_gather, links.reduce_scatter, links.swap)
         cells = [_describe(curve, len(ranks) - 1) for curve in curves]
-        small = [f"+ {1e6 * links.gather_overhead:.0f} us", f"{1e6 * links.announce:.0f} us"]
-        rows.append([_ranges(ranks), *cells, *small])
+        unchanged = f"{1e3 * 2**20 * links.unchanged:.1f} ms/MiB"
+        narrowed = f"+ {1e6 * links.gather_overhead:.0f} us + {unchanged}"
+        rows.append([_ranges(ranks), *cells, narrowed, f"{1e6 * links.announce:.0f} us"])
     coders = [["coder", "encodes", "decodes", "ratio", "hidden"]]
     for name, coder in calibration.coders.items():
         speeds = [f"{1e-6 * speed:.0f} MB/s" for speed in (coder.encode, coder.decode)]

@@ -6,7 +6,8 @@ for every gather of a step: the first after the optimizer, and the later ones, i
 changed. ``Comm`` is the measured curve of the link, a latency for each gather of a group and a time
 for each byte. The latency is the group's; the time for bytes is each shard's. Encoding counts where
 it is on the critical path: the share of it that the calibration saw going on after the call
-returned is hidden. Decoding is done for the shards of all W ranks.
+returned is hidden. Decoding is done for the shards of all W ranks, and has in it what gathers of
+whole shards take beyond their pieces, which fit a core's cache.
 """
 
 from collections import Counter
