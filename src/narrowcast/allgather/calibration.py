@@ -42,7 +42,7 @@ _MATTERS = 1 << 18  # bytes from which a curve's error is told
 _SAMPLE = 1 << 20  # bytes to encode
 _BLOCK_SIZE = 512  # values a block, of hashes
 _ANNOUNCED = 32  # sizes
-_TINY = 128  # bytes of a shard
+_TINY, _WHOLE = 1 << 7, 1 << 23  # bytes of a shard; of a whole one at most, for all are kept
 
 
 @dataclass(frozen=True)
@@ -275,16 +275,16 @@ def _measure_links(
     announce, *_ = stopwatch.times(
         lambda: largest_sizes([0] * _ANNOUNCED, process_group, device), _REPEATS
     )
-    largest = gathering.nbytes[-1]
+    whole = min(gathering.nbytes[-1], _WHOLE)
     overhead = _unchanged_gather(process_group, _TINY, gathering, stopwatch)
-    unchanged = _unchanged_gather(process_group, largest, gathering, stopwatch) - overhead
+    unchanged = _unchanged_gather(process_group, whole, gathering, stopwatch) - overhead
     return Links(
         ranks=ranks,
         all_gather=gathering,
         reduce_scatter=curve(reduce_scatter, largest_fp32),
         swap=curve(swap, largest_fp32),
         gather_overhead=overhead,
-        unchanged=max(unchanged, 0.0) / largest,
+        unchanged=max(unchanged, 0.0) / whole,
         announce=announce,
     )
 
