@@ -32,8 +32,8 @@ class AllGatherConfig:
 
     cache_budget_gib: float = field(default=4.0, metadata={"allowed": "a number of at least 0"})
     """
-    Memory in GiB that treatment "auto" may keep on a rank. A hard limit. The table of choices says
-    what more would gain.
+    Memory in GiB that treatment "auto" may keep on a rank, and "observe" reckons with. A hard
+    limit. The table of choices says what more would gain.
     """
 
     cache_device: Literal["device", "cpu"] = "device"
@@ -50,14 +50,15 @@ class AllGatherConfig:
 
     warmup_steps: int = field(default=30, metadata={"allowed": "an integer of at least 3"})
     """
-    Steps of plain FSDP2 that treatment "auto" watches, in at most 2 % of their time, before it
-    chooses.
+    Steps of plain FSDP2 that treatments "auto" and "observe" watch, in at most 2 % of their time,
+    before they choose.
     """
 
     reselect_interval: int = field(default=100, metadata={"allowed": "an integer of at least 0"})
     """
     Steps from one look of treatment "auto" at its choice to the next. A treatment is changed where
-    that gains more until the next look than the cold cache costs. 0 means never.
+    that gains more until the next look than the cold cache costs. 0 means never. "observe" looks,
+    and changes nothing.
     """
 
     exponent_exchange: Literal["difference", "blocks"] = "difference"

@@ -5,9 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.allgather.controller import MARGIN
 from narrowcast.allgather.selection import Choice, Group
-from narrowcast.reducescatter.gain import Reduction
+from narrowcast.reducescatter.gain import Reduction, pays
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig
 from torchtitan_ext.toml_writer import to_lines
 
@@ -55,11 +54,11 @@ def recommend(
     plain, coded = (sum(getattr(one, name) for one in reductions) for name in ("plain", "coded"))
     gradient_text = "Gradients: none were looked at in so few steps, which gives no prediction."
     if reductions:
-        pays = coded < (1 - MARGIN) * plain
-        sections["reduce_scatter"] = _lines(switches.reduce_scatter, {"enable": pays})
+        enable = pays(plain, coded)
+        sections["reduce_scatter"] = _lines(switches.reduce_scatter, {"enable": enable})
         gradient_text = (
             f"Gradients: {_ms(plain)} of reduce-scatters a step, plain, would become {_ms(coded)} "
-            f"coded (predicted), {'which pays' if pays else 'which does not pay'}."
+            f"coded (predicted), {'which pays' if enable else 'which does not pay'}."
         )
     toml = "\n\n".join(
         "\n".join([f"[narrowcast.{name}]", *lines]) for name, lines in sections.items()
@@ -82,9 +81,11 @@ def _all_gather_lines(switches: AllGatherConfig, choice: Choice) -> list[str]:
     """`auto`, which goes on looking, with a budget that is enough for what it chose here."""
     if not choice.treatments:
         return ["enable = false"]
-    budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
-    budget = min(budget, switches.cache_budget_gib)
-    return _lines(switches, {"enable": True, "treatment": "auto", "cache_budget_gib": budget})
+    new = {"enable": True, "treatment": "auto"}
+    if choice.cache_bytes:
+        budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
+        new["cache_budget_gib"] = min(budget, switches.cache_budget_gib)
+    return _lines(switches, new)
 
 
 def _lines(switches: Any, new: dict[str, Any]) -> list[str]:

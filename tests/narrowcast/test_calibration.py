@@ -125,7 +125,7 @@ def test_every_process_group_is_measured_up_to_its_largest_shard(ranks) -> None:
         assert curve.seconds(100_000) == pytest.approx(2.0**-19)
     assert first.announce == 2.0**-19
     assert first.gather_overhead == pytest.approx(0, abs=1e-9)  # all takes the same by this clock
-    assert first.unchanged == 0
+    assert first.unchanged_per_byte == 0
     coder = measured.coders["zstd"]
     assert (coder.encode, coder.decode, coder.hidden) == (2.0**39, 2.0**39, 0)
     assert 2 < coder.ratio < 4
@@ -137,7 +137,7 @@ def test_what_a_narrowed_gather_takes_by_the_size_of_the_shard_is_measured(ranks
     outcome, _ = ranks(2).run(_calibrate, [2.0**-20] * 2, 3.0, 1e-8)
     links = next(iter(outcome.calibration.links.values()))
     assert links.gather_overhead < 2e-6
-    assert links.unchanged == pytest.approx(1e-8, rel=1e-3)
+    assert links.unchanged_per_byte == pytest.approx(1e-8, rel=1e-3)
 
 
 def test_a_slower_rank_slows_all_and_none_waits_for_another(ranks) -> None:

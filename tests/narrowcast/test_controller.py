@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast import NarrowedModel, narrow_all_gather
+from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.allgather import api, calibration, controller, observation, selection
 from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, Links
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
@@ -267,6 +267,37 @@ def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> 
             "raw",
             "coded",
         }
+
+
+def _paused_steps(_: None) -> list[int]:
+    with on_a_link(SLOW):
+        model, optimizer, handle = _narrow(Setup(steps=9), reselect_interval=5, warmup_steps=3)
+        selection, paused = handle.selection, []
+        with patch.object(selection.observer, "pause", lambda: paused.append(selection.step)):
+            train(Setup(steps=9), model, optimizer)
+        handle.remove()
+    return paused
+
+
+def test_steps_that_are_not_watched_are_no_part_of_the_next_look(ranks) -> None:
+    """Watched: 1 to 3, and 5 to 8, of which 8 looks at the choice again."""
+    assert ranks(2).run(_paused_steps, None) == [[4, 9]] * 2
+
+
+def _reductions_beside_coded_gradients(_: None) -> set[str]:
+    with on_a_link(SLOW):
+        model, optimizer, handle = _narrow(Setup(steps=5))
+        gradients = narrow_reduce_scatter(model, optimizer, treatment="coded")
+        train(Setup(steps=5), model, optimizer)
+        labels = {one.label for one in handle.selection.reductions}
+        handle.remove()
+        gradients.remove()
+    return labels
+
+
+def test_gradients_are_watched_where_they_are_coded_too(ranks) -> None:
+    for labels in ranks(2).run(_reductions_beside_coded_gradients, None):
+        assert labels == {"0", "1", "(root)"}
 
 
 def _report(folder: Path, pieces_a_step: float | None = None) -> None:

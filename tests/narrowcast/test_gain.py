@@ -19,7 +19,9 @@ from tests.narrowcast.training import Setup, build, narrow, train
 BF16 = torch.bfloat16
 DIFFERENCE = Scheme("value", "difference")
 CURVE = Curve(latency=7.0, seconds_per_byte=10.0, error=0.0, nbytes=(), measured=())
-LINKS = Links((0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, unchanged=0.0, announce=0.0)
+LINKS = Links(
+    (0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, unchanged_per_byte=0.0, announce=0.0
+)
 # A value, in the first gather of a step and in a later one: bytes, and seconds.
 COSTS = {
     "value": Cost(0.5, 0, 0, 0, 3, 1, 2, 1),
@@ -101,7 +103,7 @@ def test_what_whole_shards_take_beyond_their_pieces_is_counted_for_every_treatme
     for world_size, unchanged, more in ((4, 10.0, 2 * 10 - 5), (2, 10.0, 10 - 3), (4, 2.0, 0)):
         sites = {"times": {(world_size, 1000): 2.0}}
         plain = options(gathered(1000, **sites))
-        slow = replace(LINKS, unchanged=unchanged)
+        slow = replace(LINKS, unchanged_per_byte=unchanged)
         for name, option in options(gathered(1000, links=slow, **sites)).items():
             assert option.decoding == plain[name].decoding + 2 * 1000 * more
 
@@ -112,9 +114,9 @@ def test_three_gathers_a_step_are_one_first_and_two_later_ones() -> None:
     assert option.decoding == 4 * 1000 * (3 + 2 * 2)
 
 
-def test_what_is_hidden_costs_nothing_and_decoding_never_is() -> None:
+def test_hidden_encoding_costs_nothing_and_hashing_and_decoding_never_are() -> None:
     option = options(gathered(1000, hidden=0.75), coding_scale=2.0)["exponent"]
-    assert (option.hashing, option.encoding) == (6000 * 2 / 4, 8000 * 2 / 4)
+    assert (option.hashing, option.encoding) == (6000 * 2, 8000 * 2 / 4)
     assert option.decoding == 4 * 5000 * 2
 
 

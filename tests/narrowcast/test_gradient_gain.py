@@ -1,6 +1,6 @@
 """Whether coded gradients pay on a link, by real bytes and numbers that can be checked by hand."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -47,8 +47,11 @@ class Clock:
         return self.now
 
 
+@dataclass(frozen=True)
 class Group:
     """As far as a watch looks at a parameter group."""
+
+    params: tuple[str, ...]
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -56,8 +59,9 @@ class Group:
 
 
 def _watch() -> tuple[GradientWatch, list[Group]]:
-    groups = [Group() for _ in range(3)]
-    return GradientWatch({f"group {i}": group for i, group in enumerate(groups)}, CODER), groups
+    labels = [f"group {i}" for i in range(3)]
+    watched, reduced = ([Group((label,)) for label in labels] for _ in range(2))
+    return GradientWatch(dict(zip(labels, watched, strict=True)), CODER), reduced
 
 
 def _by_hand() -> list[Reduction]:

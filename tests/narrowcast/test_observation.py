@@ -130,6 +130,30 @@ def _whole_shards(observer: Observer) -> dict[str, Tensor]:
     }
 
 
+def _looked_at_around_a_pause(setup: Setup) -> list[int]:
+    """The parameters looked at after each of five steps, the third of which is left out."""
+    model, optimizer = build(setup)
+    observer = _observer(model, share=math.inf)
+    looked_at: list[int] = []
+
+    def after_step(*_: Any) -> None:
+        if len(looked_at) == 2:
+            observer.pause()
+        looked_at.append(0 if len(looked_at) == 2 else len(observer.after_step()))
+
+    optimizer.register_step_post_hook(after_step)
+    train(setup, model, optimizer)
+    return looked_at
+
+
+def test_a_step_is_compared_with_the_one_before_alone(ranks) -> None:
+    for first, second, _, after_pause, last in ranks(2).run(
+        _looked_at_around_a_pause, Setup(steps=5)
+    ):
+        assert first == after_pause == 0
+        assert second == last > 10
+
+
 def _sums_and_brute_force(setup: Setup) -> tuple[list[str], dict[str, Seen], dict[str, Changes]]:
     """What was seen over the ranks, and what all ranks' shards went through."""
     model, optimizer = build(setup)

@@ -84,7 +84,7 @@ def test_every_shard_of_a_group_keeps_what_it_can_through_many_changes() -> None
         old, new = cut(before, dtypes, longest=40), cut(after, dtypes, longest=200)
         found = recut(old, kept_of(old, shard_bytes, own=True), new)
         for run, one, full in zip(new, found, kept_of(new, shard_bytes, own=True), strict=True):
-            usable = all(
+            usable = run in old or all(
                 dtypes[name] != torch.int64 and USABLE.get((before[name], after[name]))
                 for name, _ in run.params
             )
@@ -104,6 +104,20 @@ def test_a_run_with_a_part_that_is_not_known_is_cold() -> None:
     assert [[name for name, _ in run.params] for run in new] == [["a"], ["c"], ["d", "e"]]
     expected = [None, *kept_of(new, shard_bytes, own=False)[1:]]
     assert all(map(same, recut(old, kept, new), expected))
+
+
+def test_hashes_are_kept_as_long_as_their_run_stays_as_it_is() -> None:
+    dtypes = dict.fromkeys(SIZES, torch.bfloat16)
+    shard_bytes = random_shard(dtypes)
+    treatments = {**dict.fromkeys(SIZES, "hashes"), "e": "value"}
+    old = cut(treatments, dtypes, longest=1000)
+    new = cut({**treatments, "e": "coded"}, dtypes, longest=1000)
+    for own in (True, False):
+        kept = kept_of(old, shard_bytes, own)
+        found = recut(old, kept, new)
+        assert same(found[0], kept[0])
+        assert found[0] is not None
+        assert found[-1] is None
 
 
 def test_what_was_not_kept_yet_stays_cold() -> None:

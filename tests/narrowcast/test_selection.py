@@ -17,8 +17,8 @@ def shard(name, plain, raw=None, kind="expert_ffn", **options):
     return Shard(name, kind, 1000, plain, options)
 
 
-def group(name, *shards, plain_latency=0.0, overhead=0.0, switching=0.0):
-    return Group(name, shards, plain_latency, overhead, switching)
+def group(name, *shards, plain_latency=0.0, overhead=0.0, in_force=False):
+    return Group(name, shards, plain_latency, overhead, in_force)
 
 
 def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1, 9)):
@@ -27,7 +27,7 @@ def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1
     def an_option(plain, cache_bytes):
         link, decoding = rng.choice([0.1, 0.2, 0.5, rng.random()]), rng.choice([0, rng.random()])
         switching = rng.choice([0, 0.3 * plain])
-        return Option(link * plain, 0, 0, 0.6 * decoding * plain, switching, 4.0, cache_bytes)
+        return Option(link * plain, 0, 0, 0.6 * decoding * plain, 0, switching, 4.0, cache_bytes)
 
     groups = []
     for g in range(num_groups):
@@ -40,8 +40,8 @@ def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1
                 "value": an_option(plain, 2 * cache_bytes),
             }
             shards.append(shard(f"s{s}", plain, plain * rng.uniform(1, 1.1), **options))
-        latency, switching = rng.random(), rng.choice([0, rng.random()])
-        groups.append(Group(f"g{g}", tuple(shards), latency, 2 * rng.random(), switching))
+        latency, in_force = rng.random(), rng.random() < 0.3
+        groups.append(Group(f"g{g}", tuple(shards), latency, 2 * rng.random(), in_force))
     return groups
 
 
@@ -52,7 +52,8 @@ def totals(groups, treatments, margin=0.0):
         plain = one.plain_latency + sum(s.plain for s in one.shards)
         if one.name in treatments:
             taken = [s.options[treatments[one.name][s.name]] for s in one.shards]
-            seconds += margin * plain + one.overhead + one.switching + sum(o.seconds for o in taken)
+            seconds += 0 if one.in_force else margin * plain
+            seconds += one.overhead + sum(o.seconds for o in taken)
             cache_bytes += sum(option.cache_bytes for option in taken)
         else:
             seconds += plain
@@ -210,11 +211,17 @@ def test_a_treatment_in_force_is_kept_where_another_gains_too_little():
 
 
 def test_narrowing_at_all_must_repay_its_cold_caches():
-    groups = [group("g", shard("w", 1.0, value=Option(0.8, switching=0.1)), switching=0.2)]
-    choice = choose(groups, None)
-    assert choice.treatments == {}
+    for switching in (0.1, 0.3):
+        one = group("g", shard("w", 1.0, value=Option(0.8, switching=switching)))
+        choice = choose([one], None)
+        assert bool(choice.treatments) == (switching == 0.1)
     assert choice.reasons["g", "w"] == "a change of its group would not pay for itself"
-    assert choose([replace(groups[0], switching=0.05)], None).treatments
+
+
+def test_a_narrowed_group_stays_so_as_long_as_it_gains():
+    for seconds, in_force, stays in ((0.96, False, False), (0.96, True, True), (1.01, True, False)):
+        one = group("g", shard("w", 1.0, value=Option(seconds)), in_force=in_force)
+        assert bool(choose([one], None, margin=0.05).treatments) == stays
 
 
 def test_a_shard_whose_bits_jump_is_dropped():
@@ -302,7 +309,14 @@ def test_the_json_tells_every_shard():
     small = layer["shards"][1]
     assert small["options"]["value"] == pytest.approx(
         {
-            **{"link": 0.1, "hashing": 0, "encoding": 0, "decoding": 0.1, "switching": 0},
+            **{
+                "link": 0.1,
+                "hashing": 0,
+                "encoding": 0,
+                "decoding": 0.1,
+                "fetching": 0,
+                "switching": 0,
+            },
             **{"bits": 3.1, "cache_bytes": 2**20, "seconds": 0.2, "gain": 0.7},
         }
     )
@@ -323,7 +337,7 @@ def least_possible(groups, budget):
                 for s in one.shards
             ]
             cache_bytes = sum(option.cache_bytes for option in taken)
-            narrowed = one.overhead + one.switching + sum(option.seconds for option in taken)
+            narrowed = one.overhead + sum(option.seconds for option in taken)
             if narrowed + price * cache_bytes < one.plain:
                 seconds, used = seconds + narrowed, used + cache_bytes
             else:

@@ -42,7 +42,8 @@ _MATTERS = 1 << 18  # bytes from which a curve's error is told
 _SAMPLE = 1 << 20  # bytes to encode
 _BLOCK_SIZE = 512  # values a block, of hashes
 _ANNOUNCED = 32  # sizes
-_TINY, _WHOLE = 1 << 7, 1 << 23  # bytes of a shard; of a whole one at most, for all are kept
+_TINY = 1 << 7  # bytes of a shard
+_WHOLE = 1 << 23  # bytes of the largest shard that is kept to be gathered again; W of them are
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ class Links:
         reduce_scatter: the backend's own, of fp32, by the bytes of the shard that one rank gets.
         swap: ``exchange``, by the bytes of the payload for each partner.
         gather_overhead: seconds of a narrowed gather beyond the link's, however small it is.
-        unchanged: seconds a byte of the shard that one takes besides, if nothing has changed: what
-            a rank does with whole shards, which no piece of one tells.
+        unchanged_per_byte: seconds a byte of the shard that one takes besides, if nothing has
+            changed: what a rank does with whole shards, which no piece of one tells.
         announce: seconds of ``largest_sizes``, once a step.
     """
 
@@ -93,7 +94,7 @@ class Links:
     reduce_scatter: Curve
     swap: Curve
     gather_overhead: float
-    unchanged: float
+    unchanged_per_byte: float
     announce: float
 
 
@@ -284,7 +285,7 @@ def _measure_links(
         reduce_scatter=curve(reduce_scatter, largest_fp32),
         swap=curve(swap, largest_fp32),
         gather_overhead=overhead,
-        unchanged=max(unchanged, 0.0) / whole,
+        unchanged_per_byte=max(unchanged, 0.0) / whole,
         announce=announce,
     )
 
@@ -412,7 +413,7 @@ def table(calibration: Calibration) -> str:
     for ranks, links in measured.items():
         curves = (links.all_gather, links.reduce_scatter, links.swap)
         cells = [_describe(curve, len(ranks) - 1) for curve in curves]
-        unchanged = f"{1e3 * 2**20 * links.unchanged:.1f} ms/MiB"
+        unchanged = f"{1e3 * 2**20 * links.unchanged_per_byte:.1f} ms/MiB"
         narrowed = f"+ {1e6 * links.gather_overhead:.0f} us + {unchanged}"
         rows.append([_ranges(ranks), *cells, narrowed, f"{1e6 * links.announce:.0f} us"])
     coders = [["coder", "encodes", "decodes", "ratio", "hidden"]]

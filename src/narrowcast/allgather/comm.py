@@ -224,7 +224,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return self.states[key]
 
     def _new_state(self, numel: int, dtype: torch.dtype, world_size: int) -> GroupState:
-        scale = numel * dtype.itemsize / self.group.shard_bytes
+        scale = numel * dtype.itemsize / max(self.group.shard_bytes, 1)
         params = [
             (param.name, round(param_numel * scale), param.dtype)
             for param_numel, param in zip(self.group.numels, self.group.params, strict=True)

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from narrowcast.allgather import calibration, gain, selection
 from narrowcast.allgather.coders import CODERS
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.observation import ALL, TREATMENTS, Observer, Seen, sum_over_ranks
+from narrowcast.allgather.selection import Strategy
+from narrowcast.allgather.wire import SettingsError
 from narrowcast.changes import Changes, shard_type
 from narrowcast.reducescatter import gain as gradient_gain
 from narrowcast.reducescatter.gain import GradientWatch, Reduction
@@ -32,9 +34,6 @@ from narrowcast.volume import Ledger
 
 logger = logging.getLogger(__name__)
 
-Strategy = Literal["exact", "ratio"]
-
-MARGIN = 0.05  # share of a group's plain time that must be saved: predictions are not exact
 _OF_GRADIENTS = 0.25  # pieces for one of a shard
 _SHOWN = 20  # lines of a table in the log
 _FOR_GOOD = 1000  # steps in which a cold cache must pay where there is no other look
@@ -72,7 +71,7 @@ class Controller:
         problem: what there was to choose from.
         reductions: what the gradients of each parameter group cost; empty where they are not
             counted.
-        changed: shards whose treatment was changed after the first choice.
+        changed: changes of a shard's treatment after the first choice.
         watching: share of the time that went into looking at shards, before the last look.
         observer: that looks at them.
 
@@ -97,7 +96,8 @@ class Controller:
         self._device = groups[0].device
         self._labels = _labels(groups)
         self.calibration = calibration.calibrate(groups, CODERS, cache_device=cache_device)
-        self._hidden = min(coder.hidden for coder in self.calibration.coders.values())
+        coder = next(name for name, coder in CODERS.items() if coder == observer.coder)
+        self._hidden = self.calibration.coders[coder].hidden
         self._gradients = GradientWatch(
             dict(zip(self._labels, groups, strict=True)), observer.coder
         )
@@ -133,6 +133,11 @@ class Controller:
             self._count(self.observer.after_step())
             if self.observer.pieces_a_step:
                 self._gradients.make_room(_OF_GRADIENTS * self.observer.pieces_a_step)
+        else:
+            self.observer.pause()
+        if until_look is None:
+            for comm in self._comms:
+                comm.plain_seconds.clear()
         if until_look == 0:
             self._look()
 
@@ -167,9 +172,15 @@ class Controller:
         """Learns what the other ranks hold: their parameters, and the times of their links."""
         links = [self.calibration.links[c.group.process_group.group_name] for c in self._comms]
         params = [[param.name for param in comm.group.params] for comm in self._comms]
-        mine = (self._labels, params, links)
+        mine = (self._labels, params, links, replace(self._rules, report=None))
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, mine)
+        for rank, (*_, rules) in enumerate(everyones):
+            if rules != everyones[0][-1]:
+                raise SettingsError(
+                    f"ranks were given different settings: rank 0 {everyones[0][-1]}, rank {rank} "
+                    f"{rules}: give all the same"
+                )
         self._all_labels = list(
             dict.fromkeys(label for labels, *_ in everyones for label in labels)
         )
@@ -178,14 +189,14 @@ class Controller:
         self._all_names = list(
             dict.fromkeys([ALL])
             | dict.fromkeys(
-                name for _, groups, _ in everyones for names in groups for name in names
+                name for _, groups, *_ in everyones for names in groups for name in names
             )
         )
         self._links = {
             label: max(
                 (
                     other_links
-                    for labels, _, all_links in everyones
+                    for labels, _, all_links, _ in everyones
                     for other_label, other_links in zip(labels, all_links, strict=True)
                     if other_label == label
                 ),
@@ -208,6 +219,7 @@ class Controller:
         seen = sum_over_ranks(self.observer.seen, self._all_names, self._device)
         self.watching = self._watching()
         self.observer.clear()
+        self._gradients.spent = 0.0
         timed, self._timed = self._timed, seen[ALL]
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
         self._seen[ALL] = timed + self._timed  # of two looks: the time of few pieces says little
@@ -228,6 +240,11 @@ class Controller:
         everyones: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyones, self._solve() if self._is_leader else None)
         solved = everyones[self._leader]
+        for comm in self._comms:
+            comm.gathers.clear()
+            comm.coding_seconds = 0.0
+            comm.plain_seconds.clear()
+        self._steps_since_look = 0
         if isinstance(solved, Exception):
             logger.warning("narrowcast: treatments stay as they are: %s", solved)
             return
@@ -239,11 +256,6 @@ class Controller:
             self.changed += len(changed)
         if self._rules.applies:
             self._apply()
-        for comm in self._comms:
-            comm.gathers.clear()
-            comm.coding_seconds = 0.0
-            comm.plain_seconds.clear()
-        self._steps_since_look = 0
         if self._is_leader:
             self._tell(first, changed)
 
@@ -253,7 +265,9 @@ class Controller:
             self._rescale()
             problem = self._make_problem(self._coding_scale)
             budget_bytes = int(self._rules.cache_budget_gib * _GIB)
-            return problem, selection.choose(problem, budget_bytes, self._rules.strategy, MARGIN)
+            return problem, selection.choose(
+                problem, budget_bytes, self._rules.strategy, selection.MARGIN
+            )
         except Exception as error:
             return error
 
@@ -262,7 +276,7 @@ class Controller:
         groups = []
         for label, comm in zip(self._labels, self._comms, strict=True):
             links = self._links[label]
-            link_scale = self._link_scales.get(comm.group.process_group.group_name, 1.0)
+            link_scale = self._link_scales.get(label, 1.0)
             links = replace(links, all_gather=links.all_gather.scaled(link_scale))
             gathers = gain.merged_times(comm.gathers)
             groups.append(
@@ -286,17 +300,22 @@ class Controller:
 
     def _watching(self) -> float:
         """Of the rank that it takes longest."""
-        share = self.observer.spent / max(self.observer.elapsed, 1e-9)
+        spent = self.observer.spent + self._gradients.spent
+        share = spent / max(self.observer.elapsed, 1e-9)
         longest = torch.tensor([share], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
 
     def _coding_seconds(self) -> float:
-        """What coding took a step since the last look, mean of all ranks that code."""
-        mine = sum(comm.coding_seconds for comm in self._comms) / self._steps_since_look
-        sums = torch.tensor([mine, float(mine > 0)], dtype=torch.float64, device=self._device)
+        """What coding took a step since the last look: mean of the ranks with the same parameters
+        that code. Where calls return before all is done, on accelerators, it is not known: 0."""
+        mine = 0.0
+        if self._device.type == "cpu":
+            mine = sum(comm.coding_seconds for comm in self._comms) / self._steps_since_look
+        sums = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=self._device)
+        sums[self._leader, 0], sums[self._leader, 1] = mine, mine > 0
         dist.all_reduce(sums)
-        total, ranks = sums.tolist()
+        total, ranks = sums[self._leader].tolist()
         return total / max(ranks, 1)
 
     def _rescale(self) -> None:
@@ -304,9 +323,14 @@ class Controller:
         of it. Where nothing is coded it forgets: a slow moment must not turn all off for good."""
         predicted = 0.0
         for group, comm in zip(self._make_problem(scale=1.0), self._comms, strict=True):
-            for shard in group.shards if comm.schemes is not None else ():
+            if comm.schemes is None:
+                continue
+            for shard in group.shards:
                 option = shard.options[comm.schemes[shard.name].treatment]
                 predicted += option.hashing + option.encoding + option.decoding
+            # Heads are packed and read in what is timed as coding.
+            num_gathers = sum(comm.gathers.values()) / self._steps_since_look
+            predicted += num_gathers * self._links[group.name].gather_overhead
         if predicted > 0 and self._coded > 0:
             self._coding_scale = self._coded / predicted
         else:
@@ -314,12 +338,14 @@ class Controller:
 
     def _rescale_links(self) -> None:
         """Learns from the times of plain gathers in training, over what was predicted of them. Of
-        the ranks of a gather the one that came last does not wait for any other: it counts."""
+        the ranks of a gather the one that came last does not wait for any other: it counts. Of
+        the process groups that gather the same parameters, the slowest."""
+        scales: dict[str, float] = {}
         by_process_group: dict[str, list[int]] = {}
         for index, comm in enumerate(self._comms):
             name = comm.group.process_group.group_name
             by_process_group.setdefault(name, []).append(index)
-        for name, indices in by_process_group.items():
+        for indices in by_process_group.values():
             comms = [self._comms[index] for index in indices]
             seconds = [second for comm in comms for second in comm.plain_seconds]
             if not seconds:
@@ -331,7 +357,14 @@ class Controller:
                 * self._links[self._labels[index]].all_gather.seconds(comm.group.shard_bytes)
                 for index, comm in zip(indices, comms, strict=True)
             )
-            self._link_scales[name] = least.sum().item() / predicted if predicted else 1.0
+            if predicted:
+                scales |= {self._labels[i]: least.sum().item() / predicted for i in indices}
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, scales)
+        for label in self._labels:
+            found = [other[label] for other in everyones if label in other]
+            if found:
+                self._link_scales[label] = max(found)
 
     def _chosen(self) -> dict[str, str]:
         """By parameter; ``plain`` where its group is."""

@@ -115,6 +115,7 @@ def _group(
         ),
         plain_latency=num_gathers * curve.latency,
         overhead=overhead + group.announce,
+        in_force=bool(group.treatments),
     )
 
 
@@ -195,17 +196,17 @@ def _option(
         hashing += values * (cost.first_hashing + later * cost.later_hashing)
         encoding += values * (cost.first_encoding + later * cost.later_encoding)
         decoding += world_size * values * (cost.first_decoding + later * cost.later_decoding)
-        decoding += times * values * _handling(group, param, seen, world_size)
+        decoding += times * values * _beyond_pieces(group, param, seen, world_size)
         cold += per_byte * values * (coded.first_bytes - cost.first_bytes)
         cache_at_site = _cache_bytes(treatment, world_size, values, param, scheme)
         hosted += cache_at_site * (times * from_host + to_host)
         cache_bytes += cache_at_site
-    exposed = coding_scale * (1 - group.hidden)
     return Option(
         link=link,
-        hashing=hashing * exposed,
-        encoding=encoding * exposed,
-        decoding=decoding * coding_scale + hosted,
+        hashing=hashing * coding_scale,
+        encoding=encoding * coding_scale * (1 - group.hidden),
+        decoding=decoding * coding_scale,
+        fetching=hosted,
         switching=max(cold, 0.0) / horizon
         if _starts_cold(treatment, group, param, scheme)
         else 0.0,
@@ -214,9 +215,10 @@ def _option(
     )
 
 
-def _handling(group: Gathered, param: ShardedParam, seen: Seen, world_size: int) -> float:
+def _beyond_pieces(group: Gathered, param: ShardedParam, seen: Seen, world_size: int) -> float:
     """Seconds a value that narrowed gathers of whole shards take beyond those of their pieces."""
-    whole = group.links.unchanged * world_size / len(group.links.ranks) * param.dtype.itemsize
+    of_a_rank = group.links.unchanged_per_byte / len(group.links.ranks)
+    whole = of_a_rank * world_size * param.dtype.itemsize
     pieces = seen.a_value("value")
     return max(whole - pieces.later_encoding - world_size * pieces.later_decoding, 0.0)
 

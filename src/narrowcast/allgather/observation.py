@@ -29,7 +29,7 @@ from narrowcast.torch_internals import ParamGroup
 
 TREATMENTS = ("value", "exponent", "coded", "raw")
 SHARE = 0.012  # of a step; with copies and gradients it stays below 2 %
-ALL = ""  # in the place of a parameter's name: pieces of every one, that are as long as they come
+ALL = ""  # in the place of a parameter's name: the long pieces of any
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Observer:
         self.spent = self.elapsed = 0.0
 
     def after_step(self) -> dict[str, Changes]:
-        """Looks at what there is room for. Every rank must call it after each step.
+        """Looks at what there is room for. Every rank must call it, or ``pause``, after each step.
 
         Returns:
             What changed, by parameter that was looked at.
@@ -232,6 +232,10 @@ class Observer:
             self.elapsed += self._ended - before
             self.spent += self._ended - start
         return changes
+
+    def pause(self) -> None:
+        """In the place of ``after_step``: the next one has nothing to compare with."""
+        self._pieces, self._looks, self._ended = [], False, 0.0
 
     def clear(self) -> None:
         """Forgets what was seen."""

@@ -76,7 +76,9 @@ def recut(
     old_runs: tuple[Run, ...], kept: list[Tensor | None], runs: tuple[Run, ...]
 ) -> list[Tensor | None]:
     """What is kept of one rank's shard, as ``runs`` cut and treat it; ``None`` where that cannot be
-    made of it. Exponents are made of values; hashes of nothing, and nothing of them."""
+    made of it. Exponents are made of values; hashes of nothing, and nothing of them, so that a run
+    with hashes keeps them only as it is."""
+    unchanged = dict(zip(old_runs, kept, strict=True))
     pieces: dict[str, list[Tensor | None]] = defaultdict(list)
     for run, kept_of_run in zip(old_runs, kept, strict=True):
         sizes = [size for _, size in run.params]
@@ -97,7 +99,7 @@ def recut(
             taken[name] += size
             values = whole.get(name)
             parts.append(None if values is None else values[start : start + size])
-        recut.append(_kept_as(run, parts))
+        recut.append(unchanged[run] if run in unchanged else _kept_as(run, parts))
     return recut
 
 

@@ -6,7 +6,7 @@ two ways to choose:
 
     exact   the least total of seconds within the budget: a knapsack with one choice a shard, and a
             cost for each group that is narrowed. SciPy's ``milp`` (HiGHS) solves it, to a millionth
-            of what is saved.
+            of what is saved, or as far as a thousand nodes of its search go.
     ratio   the rule of the CIERA paper (section 3.2): shards by gain over cache bytes, greatest
             first, as long as the budget lasts.
 
@@ -26,6 +26,8 @@ from scipy.sparse import csr_array
 
 from narrowcast.tables import aligned
 
+MARGIN = 0.05  # share of a plain time that must be saved: predictions are not exact
+
 Strategy = Literal["exact", "ratio"]
 Treatments = dict[str, dict[str, str]]  # by name of the group, by name of the shard
 
@@ -40,6 +42,7 @@ class Option:
 
     Attributes:
         link: for the bytes it sends in all gathers of a step (marginal; latency is the group's).
+        fetching: of caches from host memory, and back to it.
         switching: of the cold cache it would start with, spread over the steps until the choice is
             looked at again; 0 for the treatment in force.
         bits: a value, in the first gather of a step; explains the choice and has no part in it.
@@ -50,6 +53,7 @@ class Option:
     hashing: float = 0.0
     encoding: float = 0.0
     decoding: float = 0.0
+    fetching: float = 0.0
     switching: float = 0.0
     bits: float = 16.0
     cache_bytes: int = 0
@@ -57,7 +61,7 @@ class Option:
     @property
     def steady(self) -> float:
         """Seconds a step once its cache is warm."""
-        return self.link + self.hashing + self.encoding + self.decoding
+        return self.link + self.hashing + self.encoding + self.decoding + self.fetching
 
     @property
     def seconds(self) -> float:
@@ -92,14 +96,14 @@ class Group:
         plain_latency: seconds a step that plain's gathers of it cost beyond the bytes.
         overhead: seconds a step that narrowed gathers of it cost beyond its shards' options:
             latency, heads, handling.
-        switching: as of ``Option``: of narrowing at all, if it is not narrowed now.
+        in_force: whether it is narrowed now: then it stays so as long as it gains anything.
     """
 
     name: str
     shards: tuple[Shard, ...]
     plain_latency: float
     overhead: float
-    switching: float = 0.0
+    in_force: bool = False
 
     @property
     def plain(self) -> float:
@@ -113,7 +117,7 @@ class Group:
     def gain(self, treatments: dict[str, str]) -> float:
         """Seconds a step that these treatments save, cold caches counted."""
         cold = sum(s.options[treatments[s.name]].switching for s in self.shards)
-        return self.plain - self.steady(treatments) - self.switching - cold
+        return self.plain - self.steady(treatments) - cold
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,8 @@ def choose(
 
     Args:
         budget_bytes: of caches on a rank, never exceeded; ``None``: no limit.
-        margin: a group is narrowed only if that saves more than this share of its plain time.
+        margin: a group is narrowed only if that saves more than this share of its plain time, for
+            predictions are not exact. One that is narrowed stays so if it saves anything.
 
     Raises:
         ValueError: the cache budget, the strategy or a group is not allowed.
@@ -161,7 +166,8 @@ def choose(
     wanted = find(groups, math.inf, margin)
     unlimited = treatments = _that_pay(groups, wanted, margin)
     if budget_bytes is not None:
-        treatments = _that_pay(groups, find(groups, budget_bytes, margin), margin)
+        paying = [group for group in groups if group.name in unlimited]
+        treatments = _that_pay(paying, find(paying, budget_bytes, margin), margin)
     reasons = {}
     for group in groups:
         taken, best = treatments.get(group.name), unlimited.get(group.name)
@@ -187,7 +193,7 @@ def _check(groups: Sequence[Group], budget_bytes: Any, strategy: Any) -> None:
         allowed = ", ".join(map(repr, get_args(Strategy)))
         raise ValueError(f"selection strategy = {strategy!r}; allowed: {allowed}")
     for group in groups:
-        if not math.isfinite(group.plain + group.overhead + group.switching):
+        if not math.isfinite(group.plain + group.overhead):
             raise ValueError(f"{group.name}: a time that is not finite: measure it again")
         for shard in group.shards:
             if "raw" not in shard.options or shard.options["raw"].cache_bytes:
@@ -204,7 +210,7 @@ def _that_pay(groups: Sequence[Group], candidates: Treatments, margin: float) ->
 
 
 def _least_gain(group: Group, margin: float) -> float:
-    return (margin + _ROUNDING) * group.plain
+    return ((0 if group.in_force else margin) + _ROUNDING) * group.plain
 
 
 def _totals(groups: Sequence[Group], treatments: Treatments) -> tuple[float, int]:

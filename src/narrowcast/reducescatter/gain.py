@@ -4,6 +4,7 @@ Contributions to gradients are looked at on their way into the reduction: a piec
 coded and decoded by the same functions, and timed. Times of links come from the calibration.
 """
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -17,10 +18,16 @@ from narrowcast.allgather import wire
 from narrowcast.allgather.calibration import Links
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.runs import MAX_RUN_VALUES
+from narrowcast.allgather.selection import MARGIN
 from narrowcast.reducescatter import codec
 from narrowcast.sums import Summable
 from narrowcast.tables import aligned
 from narrowcast.torch_internals import ParamGroup
+
+
+def pays(plain: float, coded: float) -> bool:
+    """Whether coded reductions are enough faster than plain ones."""
+    return coded < (1 - MARGIN) * plain
 
 
 @dataclass(frozen=True)
@@ -42,7 +49,7 @@ class Reduction:
 
     @property
     def pays(self) -> bool:
-        return self.coded < self.plain
+        return pays(self.plain, self.coded)
 
 
 @dataclass(frozen=True)
@@ -59,15 +66,20 @@ class _Looked(Summable):
 class GradientWatch:
     """Looks at pieces of gradients as they are reduced, one group after the other.
 
+    Attributes:
+        spent: seconds that went into it, since the owner set it to zero.
+
     Args:
         groups: by label; every rank that shares one gives them in the same order.
     """
 
     def __init__(self, groups: dict[str, ParamGroup], coder: Coder) -> None:
-        self._labels = {group: label for label, group in groups.items()}
+        # By what a group holds: who counts it may have another object for it.
+        self._labels = {group.params: label for label, group in groups.items()}
         self._groups = groups
         self._coder = coder
         self._looks: Counter[str] = Counter()
+        self.spent = 0.0
         self._due: float | None = None  # pieces; none before there is room
         self._looked: dict[str, _Looked] = {}
         # Reductions, by label, elements a rank gets, and bytes of one.
@@ -79,7 +91,7 @@ class GradientWatch:
 
     def __call__(self, group: ParamGroup, rows_WN: Tensor) -> None:
         """Looks at the contributions of this rank, (W, n), if it is the group's turn."""
-        label = self._labels.get(group)
+        label = self._labels.get(group.params)
         if label is None:
             return
         self._reductions[label, rows_WN.shape[1], rows_WN.element_size()] += 1
@@ -87,10 +99,12 @@ class GradientWatch:
         if self._due is not None and self._due >= 1 and self._looks[label] == least:
             self._due -= 1
             self._looks[label] += 1
+            start = time.perf_counter()
             others_row = (dist.get_rank(group.process_group) + 1) % len(rows_WN)
             piece = rows_WN[others_row, :MAX_RUN_VALUES]
             if piece.numel():
                 self._looked[label] = self._looked.get(label, _Looked()) + _look(piece, self._coder)
+            self.spent += time.perf_counter() - start
 
     def reductions(
         self,
@@ -163,7 +177,7 @@ def table(reductions: Sequence[Reduction]) -> str:
     coded = sum(one.coded for one in reductions)
     verdict = (
         "a coded reduce-scatter pays on this link: [narrowcast.reduce_scatter] enable = true"
-        if coded < plain
+        if pays(plain, coded)
         else "a coded reduce-scatter does not pay on this link"
     )
     return (
