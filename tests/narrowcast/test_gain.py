@@ -134,6 +134,9 @@ def test_caches_in_host_memory_cost_their_way_to_the_device_and_back() -> None:
 def test_plain_and_narrowed_gathers_differ_by_heads_handling_and_the_sizes_announced() -> None:
     group = gathered(1000, 400_000, announce=11.0)  # two runs
     (one,) = problem([group], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+    narrowed = replace(group, treatments={"w0": "value", "w1": "raw"})
+    (in_force,) = problem([narrowed], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+    assert (one.in_force, in_force.in_force) == (False, True)
     assert [shard.plain for shard in one.shards] == [2 * 10 * 2 * 1000, 2 * 10 * 2 * 400_000]
     assert one.plain_latency == 2 * 7
     assert one.overhead == 2 * (7 + 3 + 10 * wire.head_size(2)) + 11
