@@ -82,6 +82,7 @@ class GradientWatch:
         self.spent = 0.0
         self._due: float | None = None  # pieces; none before there is room
         self._looked: dict[str, _Looked] = {}
+        self._known: dict[str, _Looked] = {}  # over all ranks, when each was last looked at
         # Reductions, by label, elements a rank gets, and bytes of one.
         self._reductions: Counter[tuple[str, int, int]] = Counter()
 
@@ -113,7 +114,7 @@ class GradientWatch:
         steps: int,
         device: torch.device,
     ) -> list[Reduction]:
-        """What was seen of every group on all ranks, and what it means on their links.
+        """What was last seen of every group on all ranks, and what it means on their links.
 
         Every rank must call it, with the same ``all_labels``.
         """
@@ -123,10 +124,11 @@ class GradientWatch:
         looked = {
             label: _Looked(*row) for label, row in zip(all_labels, sums.tolist(), strict=True)
         }
-        of_all = sum(looked.values(), _Looked())
+        self._known |= {label: one for label, one in looked.items() if one.values}
+        of_all = sum(self._known.values(), _Looked())
         found = []
         for label in self._groups:
-            seen = looked[label] if looked[label].values else of_all
+            seen = self._known.get(label, of_all)
             if seen.values and any(key[0] == label for key in self._reductions):
                 found.append(self._reduction(label, seen, links[label], steps))
         self._looked.clear()
