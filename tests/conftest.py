@@ -5,6 +5,19 @@ import pytest
 from tests.ranks import Ranks
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the wide matrices too, as CI does")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked ``wide``, unless it was asked for."""
+    if config.getoption("--all"):
+        return
+    wide = [item for item in items if item.get_closest_marker("wide")]
+    config.hook.pytest_deselected(items=wide)
+    items[:] = [item for item in items if not item.get_closest_marker("wide")]
+
+
 @pytest.fixture(scope="session")
 def _pools() -> Iterator[dict[int, Ranks]]:
     pools: dict[int, Ranks] = {}
