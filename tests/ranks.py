@@ -53,12 +53,16 @@ class Ranks:
         """
         for pipe in self._pipes:
             pipe.send((function, args))
-        results = []
+        results, ended = [], []
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(timeout_s):
                 self.end()
                 pytest.fail(f"rank {rank} gave no answer in {timeout_s} s")
-            results.append(pipe.recv())
+            result, is_over = pipe.recv()
+            results.append(result)
+            ended.append(is_over)
+        if any(ended):
+            self.end()
         return results
 
     def run(self, function: Callable, *args: Any) -> list[Any]:
@@ -123,6 +127,8 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from narrowcast.failure import job_of
+
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     torch.autograd.set_multithreading_enabled(False)
@@ -142,4 +148,4 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
                 result = function(*args)
             except BaseException as error:  # SystemExit and torch's CheckpointException too
                 result = Raised(type(error).__name__, str(error), traceback.format_exc())
-            pipe.send(result)
+            pipe.send((result, job_of(None).error is not None))  # after which no group works

@@ -1,5 +1,7 @@
 """What a model is narrowed with, checked so that every rank raises where one would."""
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,7 +17,7 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
     """The parameter groups of a model, or of several, that FSDP2 shards.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none. It is raised on this rank alone: give it to ``check_settings``.
     """
     models = [model] if isinstance(model, nn.Module) else model
     models = list(models) if isinstance(models, Iterable) else [models]
@@ -31,39 +33,57 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
 
 
 def check_settings(
-    groups: list[ParamGroup], settings: dict[str, Any], error: ValueError | None
+    groups: list[ParamGroup],
+    settings: dict[str, Any],
+    error: ValueError | None,
+    job: dist.ProcessGroup | None = None,
 ) -> None:
     """Compares settings and parameters among the ranks that shard them together.
 
     Args:
-        groups: of the model. Every rank of their process groups must call this.
+        groups: of the model on this rank; none where they could not be had.
         settings: by name.
         error: what is wrong with them on this rank, if anything.
+        job: the ranks that call this together; ``None``: all.
 
     Raises:
-        ValueError: this rank's ``error``, or another's.
-        SettingsError: the ranks differ.
+        ValueError: this rank's ``error``, or another's; the same on every rank of the job.
+        SettingsError: the ranks that shard parameters together differ.
     """
-    shapes = [(group.name, group.params, group.numels) for group in groups]
-    mine = (str(error) if error else "", settings, repr(shapes))
-    for process_group in {group.process_group: None for group in groups}:
-        theirs: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(theirs, mine, process_group)
-        ranks = dist.get_process_group_ranks(process_group)
-        for rank, (message, *_) in zip(ranks, theirs, strict=True):
-            if message and error is None:
-                error = ValueError(f"on rank {rank}: {message}")
-        for name in settings if error is None else ():
-            by_rank = {r: other[1][name] for r, other in zip(ranks, theirs, strict=True)}
+    if not dist.is_initialized():  # no process group: nothing is sharded, and nobody else waits
+        assert error is not None
+        raise error
+    message = str(error) if error is not None else ""
+    shapes: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    for group in groups:
+        ranks = tuple(dist.get_process_group_ranks(group.process_group))
+        shapes[ranks].append((group.name, group.params))
+    digests = {ranks: hashlib.sha256(repr(of).encode()).hexdigest() for ranks, of in shapes.items()}
+    reports: list[Any] = [None] * dist.get_world_size(job)
+    dist.all_gather_object(reports, (dist.get_rank(), message, settings, digests), job)
+    _raise_first([(rank, wrong) for rank, wrong, *_ in reports if wrong], len(reports))
+    sharing: dict[tuple[int, ...], list[Any]] = defaultdict(list)
+    for rank, _, of_rank, digests in reports:
+        for ranks, digest in digests.items():
+            sharing[ranks].append((rank, of_rank, digest))
+    for ranks, members in sharing.items():
+        for name in settings:
+            by_rank = {rank: of_rank[name] for rank, of_rank, _ in members}
             if len({repr(value) for value in by_rank.values()}) > 1:
                 raise SettingsError(f"ranks were given different settings of {name!r}: {by_rank}")
-        if error is None and len({other[2] for other in theirs}) > 1:
+        if len({digest for *_, digest in members}) > 1 or len(members) < len(ranks):
             raise SettingsError(
-                f"ranks {ranks} shard different parameters over the same process group: build the "
-                "same model with the same fully_shard calls on every rank"
+                f"ranks {list(ranks)} shard different parameters over the same process group: "
+                "build the same model with the same fully_shard calls on every rank"
             )
-    if error is not None:
-        raise error
+
+
+def _raise_first(wrong: list[tuple[int, str]], num_ranks: int) -> None:
+    """Raises the error of the first rank that has one; it names the rank where not all have it."""
+    if wrong:
+        rank, message = wrong[0]
+        alike = len(wrong) == num_ranks and len({text for _, text in wrong}) == 1
+        raise ValueError(message if alike else f"on rank {rank}: {message}")
 
 
 def raise_alike(

@@ -14,7 +14,9 @@ import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
@@ -42,7 +44,9 @@ __all__ = [
     "ParamGroup",
     "ReduceScatter",
     "WorkThatFinishes",
+    "close_connections",
     "count_collectives",
+    "default_store",
     "is_default",
     "param_groups",
     "reduction",
@@ -54,9 +58,16 @@ _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_mo
 
 @dataclass(frozen=True)
 class ShardedParam:
-    """One parameter of a group: its name in the model, and the dtype in which it is gathered."""
+    """One parameter of a group as it is gathered.
+
+    Attributes:
+        name: in the model.
+        numel: elements of the padded shard.
+        dtype: that of mixed precision where there is one.
+    """
 
     name: str
+    numel: int
     dtype: torch.dtype
 
 
@@ -64,14 +75,21 @@ class ShardedParam:
 class ParamGroup:
     """One FSDP2 parameter group: the parameters that are gathered by one all-gather.
 
+    FSDP2 lets a model be cast, moved and materialised after it was sharded, until it is first used.
+    So all but the names is read when it is asked for.
+
     Attributes:
         name: of the module it belongs to.
-        params: in the order in which they lie in the gathered buffer.
+        names: of the parameters, in the order in which they lie in the gathered buffer.
     """
 
     name: str
-    params: tuple[ShardedParam, ...]
+    names: tuple[str, ...]
     _group: FSDPParamGroup
+
+    def is_same_as(self, other: "ParamGroup") -> bool:
+        """Whether both are of one group of FSDP2's."""
+        return self._group is other._group
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -81,6 +99,11 @@ class ParamGroup:
     @property
     def device(self) -> torch.device:
         return self._group.device
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether parameters are gathered for a backward."""
+        return self._group._training_state == TrainingState.PRE_BACKWARD
 
     @property
     def all_gather(self) -> AllGather:
@@ -99,31 +122,84 @@ class ParamGroup:
         self._group._reduce_scatter_comm = comm
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    @property
+    def params(self) -> tuple[ShardedParam, ...]:
+        """The parameters in the order in which they lie in the gathered buffer."""
+        return tuple(
+            ShardedParam(name, param.padded_sharded_param_size.numel(), _gathered_dtype(param))
+            for name, param in zip(self.names, self._group.fsdp_params, strict=True)
+        )
+
+    @property
+    def resharded_params(self) -> tuple[ShardedParam, ...]:
+        """The same after a forward, over the smaller groups of an int ``reshard_after_forward``."""
+        return tuple(
+            replace(info, numel=param._sharded_post_forward_param_data.numel())
+            for info, param in zip(self.params, self._group.fsdp_params, strict=True)
+        )
+
+    @property
     def numels(self) -> list[int]:
         """Elements of each parameter's padded shard, in the order of ``params``."""
-        return [param.padded_sharded_param_size.numel() for param in self._group.fsdp_params]
+        return [param.numel for param in self.params]
 
     @property
     def shard_bytes(self) -> int:
         """Of the padded shards of all parameters, as they are gathered."""
-        sizes = zip(self.numels, self.params, strict=True)
-        return sum(numel * param.dtype.itemsize for numel, param in sizes)
+        return sum(param.numel * param.dtype.itemsize for param in self.params)
 
     @torch.no_grad()
     def piece(self, index: int, start: int, stop: int) -> Tensor:
         """Values ``start`` to ``stop`` of the padded shard of parameter ``index``, as they will be
         gathered: a fresh copy."""
-        data = self._group.fsdp_params[index]._sharded_param_data[start:stop]
-        return data.to(device=self.device, dtype=self.params[index].dtype, copy=True)
+        param = self._group.fsdp_params[index]
+        data = param._sharded_param_data[start:stop]
+        return data.to(device=self.device, dtype=_gathered_dtype(param), copy=True)
 
     @torch.no_grad()
     def shard(self) -> Tensor:
         """This rank's padded shards as they will be gathered: cast, flat, uint8, a fresh copy."""
         pieces = [
-            param._sharded_param_data.to(self.device).to(info.dtype).view(torch.uint8)
-            for param, info in zip(self._group.fsdp_params, self.params, strict=True)
+            param._sharded_param_data.to(self.device).to(_gathered_dtype(param)).view(torch.uint8)
+            for param in self._group.fsdp_params
         ]
         return torch.cat(pieces)
+
+
+def _gathered_dtype(param: FSDPParam) -> torch.dtype:
+    """As FSDP2 will set it before the first use, from what the parameter is by then."""
+    dtype, wanted = param.sharded_param.dtype, param.mp_policy.param_dtype
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def default_store() -> dist.Store:
+    """The store by which the ranks of this job have found each other."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def close_connections() -> None:
+    """Closes this rank's gloo connections to all others, so that whoever waits for it, in whatever
+    collective of whatever process group, gets an error at once. No group works afterwards.
+
+    gloo has no call for that (torch 2.13: ``abort()`` and ``shutdown()`` release nobody); but a
+    receive that times out closes all connections of its group. One from a rank whose connection is
+    closed already fails at once.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group.size() == 1 or dist.Backend.GLOO not in dist.get_backend_config(group):
+            continue
+        backend = group._get_backend(torch.device("cpu"))
+        nothing = [torch.empty(1, dtype=torch.uint8, device="cpu")]
+        for distance in range(1, group.size()):
+            with suppress(RuntimeError):
+                peer = (group.rank() + distance) % group.size()
+                backend.recv(nothing, peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 0x6E617263  # nobody sends with it
 
 
 def is_default(comm: AllGather | ReduceScatter) -> bool:
@@ -147,12 +223,12 @@ def param_groups(*models: nn.Module) -> list[ParamGroup]:
                 sharded = isinstance(group.mesh_info, FSDPMeshInfo)
                 if id(group) in groups or not sharded or group.mesh_info.shard_mesh_size == 1:
                     continue
-                params = tuple(_describe(param, group, names) for param in group.fsdp_params)
-                groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
+                held = tuple(_name_of(param, names) for param in group.fsdp_params)
+                groups[id(group)] = ParamGroup(names[id(module)] or "(root)", held, group)
     return list(groups.values())
 
 
-def _describe(param: FSDPParam, group: FSDPParamGroup, names: dict[int, str]) -> ShardedParam:
+def _name_of(param: FSDPParam, names: dict[int, str]) -> str:
     module = names[id(param._module_info.module)]
     name = f"{module}.{param._module_info.param_name}" if module else param._module_info.param_name
     if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -161,10 +237,7 @@ def _describe(param: FSDPParam, group: FSDPParamGroup, names: dict[int, str]) ->
             "all-gather extension (fsdp_pre_all_gather) of its own. Turn off that extension, for "
             "instance the float8 all-gather, or do not narrow this model"
         )
-    dtype = param.sharded_param.dtype
-    if dtype.is_floating_point and group.mp_policy.param_dtype is not None:
-        dtype = group.mp_policy.param_dtype
-    return ShardedParam(name, dtype)
+    return name
 
 
 def _plain_name(name: str) -> str:

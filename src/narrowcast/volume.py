@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from narrowcast.changes import SHARD_TYPES, Changes
+from narrowcast.steps import StepHook
 from narrowcast.torch_internals import AllGather, ParamGroup, ReduceScatter, count_collectives
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "dispatch", "combine", "other")
@@ -217,7 +217,7 @@ class Ledger:
         self._stop_counting: Callable[[], None] | None = None
         self._holds = 0
         self._groups: list[ParamGroup] = []
-        self._hook: RemovableHandle | None = None
+        self._hook: StepHook | None = None
 
     def hold(self, groups: list[ParamGroup], optimizer: Optimizer | None) -> None:
         """Counts these groups until as many calls of ``release``; see ``count_volume``."""
@@ -228,7 +228,7 @@ class Ledger:
                 group.reduce_scatter = CountedReduceScatter(group, group.reduce_scatter, self)
                 self._groups.append(group)
         if optimizer is not None and self._hook is None:
-            self._hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
+            self._hook = StepHook(optimizer, groups, self.end_step)
         self.start()
 
     def release(self) -> None:
@@ -243,6 +243,11 @@ class Ledger:
             self._hook.remove()
             self._hook = None
         self.stop()
+
+    def catch_up(self) -> None:
+        """Ends the step if an optimizer that nobody knew of has ended it."""
+        if self._hook is not None and self._hook.missed():
+            self.end_step()
 
     def start(self) -> None:
         if self._stop_counting is None:

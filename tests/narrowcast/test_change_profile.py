@@ -68,7 +68,8 @@ class Group:
 
     @property
     def params(self) -> list[ShardedParam]:
-        return [ShardedParam(n, self.dtypes.get(n, torch.bfloat16)) for n in self.names]
+        sizes = zip(self.names, self.numels, strict=True)
+        return [ShardedParam(n, size, self.dtypes.get(n, torch.bfloat16)) for n, size in sizes]
 
     @property
     def numels(self) -> list[int]:

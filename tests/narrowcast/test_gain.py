@@ -46,8 +46,7 @@ def gathered(*numels: int, dtype: torch.dtype = BF16, **changes: Any) -> Gathere
     names = [f"w{i}" for i in range(len(numels))]
     whole = Gathered(
         label="group",
-        params=tuple(ShardedParam(name, dtype) for name in names),
-        numels=numels,
+        params=tuple(ShardedParam(*of, dtype) for of in zip(names, numels, strict=True)),
         times={(4, sum(numels)): 2.0},
         links=LINKS,
         hidden=0.0,
@@ -203,7 +202,7 @@ def test_a_raw_shard_is_as_large_as_plains_though_nothing_was_seen() -> None:
 
 def test_shards_that_were_not_seen_go_by_their_kind_and_then_by_all() -> None:
     names = ("a.norm", "b.norm", "c.norm", "a.router")
-    params = tuple(ShardedParam(name, BF16) for name in names)
+    params = tuple(ShardedParam(name, 10, BF16) for name in names)
     group = gathered(10, 10, 10, 10, params=params, treatable=frozenset(names))
     of_two = {"a.norm": seen(values=8), "b.norm": seen(values=24, smaller=2)}
     (one,) = problem([group], of_two, DIFFERENCE, 100)
@@ -263,7 +262,6 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
             group = Gathered(
                 label=comm.group.name,
                 params=comm.group.params,
-                numels=tuple(comm.group.numels),
                 times={s: n / setup.steps for s, n in gain.merged_times(comm.gathers).items()},
                 links=LINKS,
                 hidden=0.0,

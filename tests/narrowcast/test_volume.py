@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from narrowcast import floats
 from narrowcast.changes import SHARD_TYPES, Changes, count_changes, shard_type
 from narrowcast.floats import LAYOUTS
-from narrowcast.torch_internals import ParamGroup, ShardedParam, is_default
+from narrowcast.torch_internals import ParamGroup, is_default
 from narrowcast.volume import (
     COLLECTIVES,
     GatherVolume,
@@ -32,7 +32,7 @@ from narrowcast.volume import (
 
 
 def group(name: str) -> ParamGroup:
-    return ParamGroup(name, (ShardedParam(f"{name}.weight", torch.bfloat16),), _group=None)
+    return ParamGroup(name, (f"{name}.weight",), _group=None)
 
 
 @pytest.fixture

@@ -6,32 +6,30 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatch
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from narrowcast import floats
 from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
-from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.comm import Announcer, NarrowAllGather
 from narrowcast.allgather.controller import Controller, Rules, Strategy
-from narrowcast.allgather.exchange import largest_sizes
 from narrowcast.allgather.observation import Observer
 from narrowcast.allgather.offload import Foresight, host_copies
 from narrowcast.allgather.runs import MAX_RUN_VALUES
-from narrowcast.torch_internals import ParamGroup, is_default
-from narrowcast.volume import (
-    CountedModel,
-    all_reduce_bytes,
-    check_volume,
-    count_volume,
-    uncounted,
-)
+from narrowcast.allgather.wire import SettingsError
+from narrowcast.failure import Job, job_of
+from narrowcast.modes import own_mode
+from narrowcast.steps import StepHook
+from narrowcast.torch_internals import ParamGroup, is_default, param_groups
+from narrowcast.volume import CountedModel, check_volume, count_volume, uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -52,53 +50,82 @@ class NarrowedModel:
 
     def __init__(
         self,
+        models: list[nn.Module],
+        groups: list[ParamGroup],
         comms: list[NarrowAllGather],
         optimizer: Optimizer | None,
         counted: CountedModel | None,
         selection: Controller | None,
+        job: Job,
     ) -> None:
         self.selection = selection
         self.ledger = counted.ledger if counted else None
+        self._models, self._groups = models, groups
+        self._is_used = False
         self._counted = counted
-        self._comms = comms
+        self._comms, self._job = comms, job
+        self._steps: StepHook | None = None
+        self._warned = optimizer is None  # of changes that no step announced
+        sharing: dict[dist.ProcessGroup, list[NarrowAllGather]] = {}
         for comm in comms:
-            comm.plain, comm.group.all_gather = comm.group.all_gather, comm
-        self._hook: RemovableHandle | None = None
+            sharing.setdefault(comm.group.process_group, []).append(comm)
+        self._spans_job = all(group.size() == job.size() for group in sharing)
+        for same in sharing.values():
+            announcer = Announcer(same, self._before_forward)
+            for comm in same:
+                comm.job, comm.announcer = job, announcer
+                comm.on_unannounced = self._warn_of_a_change
+                comm.plain, comm.group.all_gather = comm.group.all_gather, comm
+                if selection is not None and comm.group.device.type == "cpu":
+                    comm.waits = partial(selection.wait_for_gather, comm.group)
         if optimizer is not None:
-            self._hook = optimizer.register_step_post_hook(lambda *_: self._after_step())
+            groups = [comm.group for comm in comms]
+            self._steps = StepHook(optimizer, groups, self._after_step)
 
     def _after_step(self) -> None:
-        if self.ledger is not None and self.ledger.last is not None:
-            self.ledger.last.kept_bytes = self.kept_bytes
-        if self.selection is not None:
-            with self.ledger.extra() if self.ledger else nullcontext():
-                self.selection.after_step()
-        self.refresh()
+        with self._job.together("the end of a step of the optimizer"):
+            if not self._spans_job:
+                self._job.check()
+            if self.ledger is not None and self.ledger.last is not None:
+                self.ledger.last.kept_bytes = self.kept_bytes
+            if self.selection is not None:
+                with self.ledger.extra() if self.ledger else nullcontext():
+                    self.selection.after_step()
+            self.refresh()
+
+    def _before_forward(self) -> None:
+        """Before the first gather of a forward in a process group."""
+        if not self._is_used:
+            _check_no_later_groups(self._models, self._groups)
+            self._is_used = True
+        if self.ledger is not None:
+            self.ledger.catch_up()
+        if self._steps is not None and self._steps.missed():
+            self.refresh()
+
+    def _warn_of_a_change(self, comm: NarrowAllGather) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "narrowcast: parameters of %s have changed since they were encoded, without a step "
+                "of the optimizer that narrow_all_gather was given: that costs a second round of "
+                "the gather. Give it the optimizer that steps last, or call refresh() of the "
+                "handle after other changes (a loaded checkpoint, averaged weights)",
+                comm.group.name,
+            )
 
     def refresh(self) -> None:
-        """Encodes all shards now, and exchanges all sizes in one small collective a process group.
+        """Encodes all shards now; sizes are exchanged before the next forward's first gather, all
+        in one small collective a process group.
 
-        Runs by itself after each step of the optimizer. Call it, on every rank, after parameters
-        changed otherwise (a checkpoint was loaded), if you like: a change that nobody announced is
-        noticed when the shard is gathered, and costs a second round there.
+        Runs by itself after each step of the optimizer. Call it after parameters changed otherwise
+        (a checkpoint was loaded), if you like: a change that nobody announced is noticed when the
+        shard is gathered, and costs a second round there.
         """
-        by_process_group: dict[dist.ProcessGroup, list[NarrowAllGather]] = {}
-        for comm in self._comms:
-            if comm.schemes is not None:
-                by_process_group.setdefault(comm.group.process_group, []).append(comm)
-        for process_group, comms in by_process_group.items():
-            states = [
+        comms = [comm for comm in self._comms if comm.schemes is not None]
+        with own_mode():
+            for comm, following in zip_longest(comms, comms[1:]):
                 comm.prepare(following)
-                for comm, following in zip(comms, [*comms[1:], None], strict=True)
-            ]
-            sizes = [state.prepared_size for state in states]
-            with self.ledger.named() if self.ledger else nullcontext():
-                largest = largest_sizes(sizes, process_group, comms[0].group.device)
-            if self.ledger:
-                sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
-                self.ledger.add("all_gather", sent_bytes, plain_bytes=0)
-            for state, size in zip(states, largest, strict=True):
-                state.slot_size = size
 
     def reset(self) -> None:
         """Drops every cache, for ranks that have come out of step. Call it on every rank."""
@@ -112,8 +139,8 @@ class NarrowedModel:
 
     def remove(self) -> None:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
-        if self._hook is not None:
-            self._hook.remove()
+        if self._steps is not None:
+            self._steps.remove()
         if self.selection is not None and self.ledger is not None:
             self.ledger.on_gradients = None
         for comm in self._comms:
@@ -142,6 +169,7 @@ def narrow_all_gather(
     reselect_interval: int = 100,
     report: str | Path | None = None,
     volume: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> NarrowedModel:
     """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
 
@@ -174,12 +202,13 @@ def narrow_all_gather(
         reselect_interval: of ``auto``: steps from one look at the choice to the next; 0: none.
         report: folder for what ``auto`` and ``observe`` measured and chose, as tables and JSON.
         volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
+        process_group: the ranks that make this call, each for its part of the model; ``None``: all.
+            What one of them cannot go on from, all of them raise.
 
     Raises:
-        ValueError: an argument is not allowed, or the model cannot be narrowed.
+        ValueError: an argument is not allowed, or the model cannot be narrowed; on every rank.
         SettingsError: the ranks were given different arguments or models.
     """
-    groups = sharded_groups(model)
     settings = {
         "treatment": treatment,
         "exponent_exchange": exponent_exchange,
@@ -195,14 +224,17 @@ def narrow_all_gather(
         "reselect_interval": reselect_interval,
         "volume": volume,
     }
+    groups: list[ParamGroup] = []
     error = None
     try:
+        groups = sharded_groups(model)
         schemes = _check(groups, optimizer, settings)
         if not isinstance(report, str | Path | None):
             raise ValueError(f"report = {report!r}; allowed: a path, or None")
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, settings, error)
+    check_settings(groups, settings, error, process_group)
+    job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
     chooses = treatment in get_args(Selection)
@@ -218,12 +250,12 @@ def narrow_all_gather(
             foresight=foresight,
         )
         for group in groups
-        if treatment == "raw" or any(schemes[p.name].treatment != "raw" for p in group.params)
+        if treatment == "raw" or any(schemes[name].treatment != "raw" for name in group.names)
     ]
     controller = None
     if chooses:
         treated = {name for name, scheme in schemes.items() if scheme.treatment != "raw"}
-        with ledger.named() if ledger else nullcontext():
+        with job.together("narrow_all_gather"), ledger.named() if ledger else nullcontext():
             controller = Controller(
                 comms,
                 treated,
@@ -234,6 +266,7 @@ def narrow_all_gather(
                     block_size=block_size,
                     block_check=block_check,
                     coder=find_coder(coder),
+                    job=job.group,
                 ),
                 Rules(
                     applies=treatment == "auto",
@@ -245,8 +278,10 @@ def narrow_all_gather(
                 ),
                 ledger,
                 cache_device,
+                job,
             )
-    return NarrowedModel(comms, optimizer, counted, controller)
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    return NarrowedModel(models, groups, comms, optimizer, counted, controller, job)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> dict[str, Scheme]:
@@ -285,7 +320,7 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     patterns = settings["parameters"]
     if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
         raise ValueError(f"parameters = {patterns!r}; allowed: a list of patterns")
-    names = [param.name for group in groups for param in group.params]
+    names = [name for group in groups for name in group.names]
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
@@ -326,6 +361,19 @@ _NUMBERS = {
     "warmup_steps": (3, None, "3 and more"),
     "reselect_interval": (0, None, "0 (never) and more"),
 }
+
+
+def _check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup]) -> None:
+    later = [
+        group.name
+        for group in param_groups(*models)
+        if not any(group.is_same_as(known) for known in groups)
+    ]
+    if later:
+        raise SettingsError(
+            f"fully_shard was applied to {', '.join(later)} after narrow_all_gather, which does "
+            "not know these parameters: narrow the model after the last fully_shard"
+        )
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:

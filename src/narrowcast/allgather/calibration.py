@@ -325,20 +325,25 @@ def _sizes(largest: int) -> list[int]:
     return [size + -size % 4 for size in reversed(sizes)]
 
 
-class _OneShard(ParamGroup):
+@dataclass(frozen=True)
+class _OneShard:
     """As much of a parameter group as ``NarrowAllGather`` asks for."""
 
-    numels: tuple[int, ...] = ()
+    process_group: dist.ProcessGroup
+    params: tuple[ShardedParam]
+    device: torch.device
+    name: str = "calibration"
+    names: tuple[str, ...] = ("weight",)
 
 
 def _unchanged_gather(
     process_group: dist.ProcessGroup, nbytes: int, gathering: Curve, stopwatch: _Stopwatch
 ) -> float:
     """Seconds that the gather of an unchanged ``value`` shard takes beyond that of its head."""
-    group = _OneShard("calibration", (ShardedParam("weight", torch.bfloat16),), None)
-    group.numels = (nbytes // torch.bfloat16.itemsize,)
+    param = ShardedParam("weight", nbytes // torch.bfloat16.itemsize, torch.bfloat16)
+    group = _OneShard(process_group, (param,), stopwatch.device)
     comm = NarrowAllGather(group, {"weight": Scheme("value")}, find_coder("auto"))
-    shard = torch.ones(group.numels, dtype=torch.bfloat16, device=stopwatch.device)
+    shard = torch.ones(param.numel, dtype=torch.bfloat16, device=stopwatch.device)
     size = [process_group.size() * shard.numel()]
 
     def gather() -> None:  # into fresh memory, as in training
@@ -346,7 +351,7 @@ def _unchanged_gather(
 
     gather()  # the first sends all
     seconds, *_ = stopwatch.times(gather, _REPEATS)
-    head_size = comm.state_of(process_group, shard.numel(), shard.dtype).head_size
+    head_size = comm.state_of(process_group).head_size
     return max(seconds - gathering.seconds(head_size), 0.0)
 
 

@@ -1,8 +1,12 @@
 """The FSDP2 seam: one all-gather object a parameter group.
 
-    optimizer step                        gather                           every later gather
-    prepare(): encode, sizes announced    start: send in slots             start: mostly heads alone
-                                          finish: check, decode, keep      finish
+    optimizer step       first gather of the next forward         every later gather
+    prepare(): encode    sizes of all groups are announced
+                         start: send in slots                     start: mostly heads alone
+                         finish: check, decode, keep              finish
+
+Sizes are announced where all ranks come by together, whether or not each of them has taken a step
+of the optimizer: a rank that skips one must not leave the others waiting.
 
 What a group keeps is replicated: ``kept[r]`` is the same on every rank, except that a rank may keep
 hashes of its own shard. It changes only in ``_finish``, rank after rank in the same order on every
@@ -13,7 +17,7 @@ import hashlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -25,11 +29,19 @@ from narrowcast import floats
 from narrowcast.allgather import codec, wire
 from narrowcast.allgather.codec import Encoded, Form, Scheme
 from narrowcast.allgather.coders import Coder
-from narrowcast.allgather.exchange import start_round
+from narrowcast.allgather.exchange import largest_sizes, start_round
 from narrowcast.allgather.offload import Foresight, HostCopies, Kept
 from narrowcast.allgather.runs import Run, make_runs, recut
 from narrowcast.changes import Changes, count_changes, shard_type
-from narrowcast.torch_internals import AllGather, DefaultAllocMixin, ParamGroup, WorkThatFinishes
+from narrowcast.failure import Job
+from narrowcast.modes import ordinary, own_mode
+from narrowcast.torch_internals import (
+    AllGather,
+    DefaultAllocMixin,
+    ParamGroup,
+    ShardedParam,
+    WorkThatFinishes,
+)
 from narrowcast.volume import Ledger, all_reduce_bytes
 
 logger = logging.getLogger(__name__)
@@ -66,9 +78,14 @@ class GroupState:
         return wire.head_size(len(self.runs))
 
     @property
-    def prepared_size(self) -> int:
-        """Bytes of the payload that is prepared; of a head if none is."""
-        return self.prepared.payload.numel() if self.prepared is not None else self.head_size
+    def next_size(self) -> int:
+        """Bytes of the payload that is prepared; if none is, of what was sent in the last round."""
+        return self.prepared.payload.numel() if self.prepared is not None else self.slot_size
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard that the runs cover."""
+        return self.runs[-1].stop if self.runs else 0
 
     @property
     def kept_bytes(self) -> int:
@@ -81,6 +98,51 @@ class GroupState:
 
 
 @dataclass
+class Announcer:
+    """Exchanges the sizes of what the ranks of a process group have prepared, in one collective.
+
+    It is due at the first gather of a forward, which every rank knows from the order of gathers.
+
+    Attributes:
+        comms: of the parameter groups that these ranks shard.
+        on_forward: is called first; what it prepares is announced.
+    """
+
+    comms: list["NarrowAllGather"]
+    on_forward: Callable[[], None]
+    _after_backward: bool = True
+    _gathered: set["NarrowAllGather"] = field(default_factory=set)
+
+    def before(self, comm: "NarrowAllGather") -> None:
+        """A group is about to be gathered."""
+        if comm.group.in_backward:
+            self._after_backward = True
+            return
+        if self._after_backward or comm in self._gathered:
+            self._after_backward = False
+            self._gathered.clear()
+            self.on_forward()
+            self._announce()
+        self._gathered.add(comm)
+
+    def _announce(self) -> None:
+        comms = [comm for comm in self.comms if comm.schemes is not None]
+        if not comms:
+            return
+        states = [comm.whole_state() for comm in comms]
+        first, ledger = comms[0], comms[0].ledger
+        process_group = first.group.process_group
+        with first.named():
+            sizes = [state.next_size for state in states]
+            largest = largest_sizes(sizes, process_group, first.group.device)
+        if ledger is not None:
+            sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
+            ledger.add("all_gather", sent_bytes, plain_bytes=0)
+        for state, size in zip(states, largest, strict=True):
+            state.slot_size = size
+
+
+@dataclass(eq=False)
 class NarrowAllGather(DefaultAllocMixin, AllGather):
     """All-gathers the shards of one parameter group, sending what their receivers do not keep.
 
@@ -90,8 +152,9 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         verify_interval: gathers from one comparison of checksums to the next; 0: none.
         ledger: where bytes are counted, if anywhere.
         plain: the group's own all-gather.
-        states: what is kept, by process group, size and dtype (FSDP2 gathers other shards over
-            smaller groups with ``reshard_after_forward`` an int).
+        states: what is kept, by process group (FSDP2 gathers other shards over smaller groups with
+            ``reshard_after_forward`` an int) and by parameters, sizes and dtypes as they were when
+            they were gathered.
         gathers: how many there were of each process group (its name), number of ranks and number of
             elements, since the owner of this object set it to zero.
         coding_seconds: the time of encoding and decoding, likewise.
@@ -99,6 +162,10 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             the group, on a CPU, where a call that returns is done.
         copies: how caches in host memory get to the device; ``None`` where they are on it.
         foresight: fetches them ahead; the groups of a model share one.
+        job: the ranks that must learn of a failure here; ``None``: nobody.
+        announcer: of the group's process group, if sizes are announced.
+        waits: for a plain gather on a CPU, in the place of FSDP2 itself.
+        on_unannounced: is called when the shard has changed without ``prepare``.
     """
 
     group: ParamGroup
@@ -107,12 +174,16 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     verify_interval: int = 0
     ledger: Ledger | None = None
     plain: AllGather | None = None
-    states: dict[tuple[str, int, torch.dtype], GroupState] = field(default_factory=dict)
+    states: dict[tuple[str, tuple[ShardedParam, ...]], GroupState] = field(default_factory=dict)
     gathers: Counter[tuple[str, int, int]] = field(default_factory=Counter)
     coding_seconds: float = 0.0
     plain_seconds: list[float] = field(default_factory=list)
     copies: HostCopies | None = None
     foresight: Foresight = field(default_factory=Foresight)
+    job: Job | None = None
+    announcer: Announcer | None = None
+    waits: Callable[[dist.Work], None] | None = None
+    on_unannounced: Callable[["NarrowAllGather"], None] | None = None
 
     def __call__(
         self,
@@ -126,35 +197,83 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         Raises:
             NarrowcastError: on every rank of the group alike; with ``async_op``, from ``wait``.
         """
-        self.gathers[group.group_name, group.size(), input_tensor.numel()] += 1
-        if self.schemes is None:
-            start = time.perf_counter()
-            work = self.plain(output_tensor, input_tensor, group, async_op)
-            if work is None and self.group.device.type == "cpu" and self._is_whole(group):
-                self.plain_seconds.append(time.perf_counter() - start)
-            return work
+        with self._together():
+            if self.announcer is not None:
+                with own_mode():
+                    self.announcer.before(self)
+            self.gathers[group.group_name, group.size(), input_tensor.numel()] += 1
+            if self.schemes is None:
+                return self._gather_plainly(output_tensor, input_tensor, group, async_op)
+            with own_mode():
+                finish = self._start(
+                    ordinary(output_tensor), ordinary(input_tensor), group, async_op
+                )
+
+        def finish_together() -> None:
+            with self._together(), own_mode():
+                finish()
+
+        if not async_op:
+            finish_together()
+            return None
+        return WorkThatFinishes(finish_together)
+
+    def _gather_plainly(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> dist.Work | None:
+        start = time.perf_counter()
+        waits = self.waits is not None and not async_op
+        work = self.plain(output_tensor, input_tensor, group, async_op or waits)
+        if waits:
+            self.waits(work)
+            work = None
+        if work is None and self.group.device.type == "cpu" and self._is_whole(group):
+            self.plain_seconds.append(time.perf_counter() - start)
+        return work
+
+    def _start(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool,
+    ) -> Callable[[], None]:
+        """Sends this rank's payload; what is returned waits for the others', and decodes them."""
         shard_bytes = input_tensor.contiguous().view(torch.uint8)
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)
-        state = self.state_of(group, input_tensor.numel(), input_tensor.dtype)
+        state = self.state_of(group)
+        if state.shard_bytes != shard_bytes.numel():
+            raise wire.SettingsError(
+                f"{self._subject(None)} FSDP2 gathers {shard_bytes.numel()} bytes a rank, but its "
+                f"parameters have {state.shard_bytes}: they were changed in a way that is not "
+                "known here. Narrow the model after all changes of its parameters"
+            )
         self.foresight.starts(state.kept)
         prepared, state.prepared = state.prepared, None
-        if prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes):
+        is_new = prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes)
+        if is_new:
+            unannounced = prepared is not None
             with self._timed():
                 prepared = self._encode(state, group, shard_bytes)
-        with self._named():
+            unannounced = unannounced or prepared.payload.numel() > state.slot_size
+            known = state.sequence > 0 and self._is_whole(group)
+            if unannounced and known and self.on_unannounced is not None:
+                self.on_unannounced(self)
+        with self.named():
             slots, work = start_round(prepared.payload, state.slot_size, group, async_op)
 
         def finish() -> None:
             self.foresight.finishes(state.kept)
             if work is not None:
                 work.wait()
-            with self._named():
+            with self.named():
                 self._finish(state, group, prepared, slots, rows)
 
-        if not async_op:
-            finish()
-            return None
-        return WorkThatFinishes(finish)
+        return finish
 
     def treat(self, schemes: dict[str, Scheme] | None) -> None:
         """Changes how shards are treated; every rank must, between two steps. What is kept of a
@@ -166,43 +285,35 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         if schemes is None:
             return
         for key, old in before.items():
-            state = self.states[key] = self._new_state(*key[1:], world_size=len(old.kept))
+            state = self.states[key] = self._new_state(key[1], world_size=len(old.kept))
             for r in range(len(old.kept)):
                 for i, to_keep in enumerate(recut(old.runs, old.kept.take(r), state.runs)):
                     if to_keep is not None:
                         state.kept.keep(r, i, to_keep)
             state.sequence = old.sequence
 
-    def prepare(self, following: "NarrowAllGather | None" = None) -> GroupState:
-        """Encodes the group's shard ahead of its gather, which every rank must do together.
-
-        The caller sets ``slot_size`` to the largest ``prepared_size`` of all ranks.
+    def prepare(self, following: "NarrowAllGather | None" = None) -> None:
+        """Encodes the group's shard ahead of its gather.
 
         Args:
             following: the one that is prepared next: what it needs is fetched meanwhile.
         """
         group = self.group.process_group
-        state = self._whole_state()
+        state = self.whole_state()
         for comm in (self, following):
             if comm is not None:
-                comm._whole_state().kept.fetch([comm.group.process_group.rank()])
+                comm.whole_state().kept.fetch([comm.group.process_group.rank()])
         try:
             with self._timed():
                 state.prepared = self._encode(state, group, self.group.shard())
         except RuntimeError as error:
-            # Not raised, since the other ranks go on: the gather itself will say what is wrong.
+            # Not raised: there is time until the gather, which will say what is wrong.
             logger.warning("narrowcast: %s is not encoded ahead: %s", self.group.name, error)
             state.prepared = None
-        return state
 
-    def _whole_state(self) -> GroupState:
+    def whole_state(self) -> GroupState:
         """Of the gathers over all ranks of the group."""
-        dtypes = {param.dtype for param in self.group.params}
-        if len(dtypes) == 1:
-            numel, dtype = sum(self.group.numels), dtypes.pop()
-        else:
-            numel, dtype = self.group.shard_bytes, torch.uint8
-        return self.state_of(self.group.process_group, numel, dtype)
+        return self.state_of(self.group.process_group)
 
     def _is_whole(self, group: dist.ProcessGroup) -> bool:
         return group.group_name == self.group.process_group.group_name
@@ -217,19 +328,18 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         """Memory of the caches."""
         return sum(state.kept_bytes for state in self.states.values())
 
-    def state_of(self, group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> GroupState:
-        key = (group.group_name, numel, dtype)
+    def state_of(self, group: dist.ProcessGroup) -> GroupState:
+        """What the ranks of ``group`` keep of the shards that they gather, as these are now."""
+        is_whole = self._is_whole(group)
+        key = (group.group_name, self.group.params if is_whole else self.group.resharded_params)
         if key not in self.states:
-            self.states[key] = self._new_state(numel, dtype, group.size())
+            for other in [other for other in self.states if other[0] == key[0]]:
+                del self.states[other]  # of parameters that were cast since
+            self.states[key] = self._new_state(key[1], group.size())
         return self.states[key]
 
-    def _new_state(self, numel: int, dtype: torch.dtype, world_size: int) -> GroupState:
-        scale = numel * dtype.itemsize / max(self.group.shard_bytes, 1)
-        params = [
-            (param.name, round(param_numel * scale), param.dtype)
-            for param_numel, param in zip(self.group.numels, self.group.params, strict=True)
-        ]
-        runs = make_runs(params, self.schemes)
+    def _new_state(self, params: tuple[ShardedParam, ...], world_size: int) -> GroupState:
+        runs = make_runs([(p.name, p.numel, p.dtype) for p in params], self.schemes)
         digest = hashlib.sha256(repr((runs, self.verify_interval)).encode()).digest()
         return GroupState(
             runs=runs,
@@ -244,7 +354,10 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         yield
         self.coding_seconds += time.perf_counter() - start
 
-    def _named(self) -> AbstractContextManager[None]:
+    def _together(self) -> AbstractContextManager[None]:
+        return self.job.together(self._subject(None)) if self.job is not None else nullcontext()
+
+    def named(self) -> AbstractContextManager[None]:
         return self.ledger.named() if self.ledger is not None else nullcontext()
 
     def _encode(self, state: GroupState, group: dist.ProcessGroup, shard_bytes: Tensor) -> Prepared:
@@ -340,11 +453,15 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     def _read_heads(
         self, state: GroupState, ranks: list[int], slots: Tensor
     ) -> dict[int, wire.Head]:
-        data = slots[:, : state.head_size].cpu().numpy()
+        data, num_runs = slots[:, : state.head_size].cpu().numpy(), len(state.runs)
         heads = {}
-        for rank, row in zip(ranks, data, strict=True):
+        for rank, row, slot in zip(ranks, data, slots, strict=True):
             with self._blamed(rank):
-                heads[rank] = wire.unpack_head(row.tobytes(), len(state.runs))
+                head = row.tobytes()
+                if wire.num_runs_of(head) == num_runs:
+                    heads[rank] = wire.unpack_head(head, num_runs)
+                else:  # of other parameters or settings, which is for all heads to tell
+                    heads[rank], _ = wire.unpack(slot)
         return heads
 
     def _decode(
@@ -399,7 +516,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return wire.blamed(self._subject(rank))
 
     def _subject(self, rank: int | None) -> str:
-        names = [param.name for param in self.group.params]
+        names = self.group.names
         gather = f"all-gather of {self.group.name} ({names[0]} .. {names[-1]}):"
         return gather if rank is None else f"{gather} the payload of rank {rank}"
 

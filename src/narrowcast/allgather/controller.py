@@ -27,6 +27,7 @@ from narrowcast.allgather.observation import ALL, TREATMENTS, Observer, Seen, su
 from narrowcast.allgather.selection import Strategy
 from narrowcast.allgather.wire import SettingsError
 from narrowcast.changes import Changes, shard_type
+from narrowcast.failure import Job
 from narrowcast.reducescatter import gain as gradient_gain
 from narrowcast.reducescatter.gain import GradientWatch, Reduction
 from narrowcast.torch_internals import ParamGroup
@@ -79,6 +80,7 @@ class Controller:
         comms: of all parameter groups, gathered by plain FSDP2 at first.
         names: of the parameters to treat.
         observer: watches the same groups.
+        job: the ranks that choose together.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Controller:
         rules: Rules,
         ledger: Ledger | None,
         cache_device: str,
+        job: Job,
     ) -> None:
-        self._comms, self._names, self.observer = comms, names, observer
+        self._comms, self._names, self.observer, self._job = comms, names, observer, job
         self._rules, self._ledger, self._scheme = rules, ledger, observer.scheme
         groups = [comm.group for comm in comms]
         self._device = groups[0].device
@@ -99,7 +102,7 @@ class Controller:
         coder = next(name for name, coder in CODERS.items() if coder == observer.coder)
         self._hidden = self.calibration.coders[coder].hidden
         self._gradients = GradientWatch(
-            dict(zip(self._labels, groups, strict=True)), observer.coder
+            dict(zip(self._labels, groups, strict=True)), observer.coder, job.group
         )
         if ledger is not None:
             ledger.on_gradients = self._gradients
@@ -127,9 +130,12 @@ class Controller:
         self._steps += 1
         self._steps_since_look += 1
         until_look = self._until_look()
-        if until_look is not None and (
+        watches = until_look is not None and (
             not self._rules.applies or until_look <= self._rules.warmup_steps
-        ):
+        )
+        if watches or until_look == 0:
+            self._come_together()
+        if watches:
             self._count(self.observer.after_step())
             if self.observer.pieces_a_step:
                 self._gradients.make_room(_OF_GRADIENTS * self.observer.pieces_a_step)
@@ -140,6 +146,18 @@ class Controller:
                 comm.plain_seconds.clear()
         if until_look == 0:
             self._look()
+
+    def wait_for_gather(self, group: ParamGroup, work: dist.Work) -> None:
+        """Waits for a gather, or raises if a rank waits for this one to end a step instead."""
+        next_forward = [] if group.in_backward else [group.process_group.group_name]
+        self._job.wait(work, self._steps, steps_end=False, groups=next_forward)
+
+    def _come_together(self) -> None:
+        """Waits for all ranks at the end of a step; one that skipped it finds that out."""
+        if self._device.type == "cpu":
+            barrier = dist.barrier(self._job.group, async_op=True)
+            names = [comm.group.process_group.group_name for comm in self._comms]
+            self._job.wait(barrier, self._steps, steps_end=True, groups=list(set(names)))
 
     def scalars(self) -> dict[str, float]:
         """For a dashboard; the same on all ranks that hold the same parameters."""
@@ -171,10 +189,10 @@ class Controller:
     def _meet(self) -> None:
         """Learns what the other ranks hold: their parameters, and the times of their links."""
         links = [self.calibration.links[c.group.process_group.group_name] for c in self._comms]
-        params = [[param.name for param in comm.group.params] for comm in self._comms]
+        params = [list(comm.group.names) for comm in self._comms]
         mine = (self._labels, params, links, replace(self._rules, report=None))
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, mine)
+        everyones: list[Any] = [None] * self._job.size()
+        dist.all_gather_object(everyones, mine, self._job.group)
         for rank, (*_, rules) in enumerate(everyones):
             if rules != everyones[0][-1]:
                 raise SettingsError(
@@ -184,8 +202,12 @@ class Controller:
         self._all_labels = list(
             dict.fromkeys(label for labels, *_ in everyones for label in labels)
         )
-        self._leader = next(rank for rank, other in enumerate(everyones) if other[:2] == mine[:2])
-        self._is_leader = self._leader == dist.get_rank()
+        first: dict[str, int] = {}  # of the ranks that hold the same parameters
+        for rank, (labels, names, *_) in enumerate(everyones):
+            first.setdefault(repr((labels, names)), rank)
+        self._leaders = list(first.values())
+        self._leader = first[repr(mine[:2])]
+        self._is_leader = self._leader == self._job.group.rank()
         self._all_names = list(
             dict.fromkeys([ALL])
             | dict.fromkeys(
@@ -210,13 +232,13 @@ class Controller:
         if self._ledger is None:
             return
         counted = self._ledger.current.changes
-        plain = {p.name for c in self._comms if c.schemes is None for p in c.group.params}
+        plain = {name for c in self._comms if c.schemes is None for name in c.group.names}
         for name in changes.keys() & plain:
             kind = shard_type(name)
             counted[kind] = counted.get(kind, Changes()) + changes[name]
 
     def _look(self) -> None:
-        seen = sum_over_ranks(self.observer.seen, self._all_names, self._device)
+        seen = sum_over_ranks(self.observer.seen, self._all_names, self._device, self._job.group)
         self.watching = self._watching()
         self.observer.clear()
         self._gradients.spent = 0.0
@@ -237,15 +259,13 @@ class Controller:
             self._all_labels, self._links, self._steps_since_look, self._device
         )
         first = self.choice is None
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, self._solve() if self._is_leader else None)
-        solved = everyones[self._leader]
+        solved = self._of_leader(self._solve() if self._is_leader else None)
         for comm in self._comms:
             comm.gathers.clear()
             comm.coding_seconds = 0.0
             comm.plain_seconds.clear()
         self._steps_since_look = 0
-        if isinstance(solved, Exception):
+        if isinstance(solved, str):
             logger.warning("narrowcast: treatments stay as they are: %s", solved)
             return
         before = self._chosen()
@@ -259,8 +279,18 @@ class Controller:
         if self._is_leader:
             self._tell(first, changed)
 
-    def _solve(self) -> tuple[list[selection.Group], selection.Choice] | Exception:
-        """Never raises: the other ranks wait for it."""
+    def _of_leader(self, answer: Any) -> Any:
+        """What the leader of the ranks with the same parameters answers, which alone has one."""
+        found = None
+        for leader in self._leaders:
+            answers = [answer if leader == self._leader else None]
+            dist.broadcast_object_list(answers, group=self._job.group, group_src=leader)
+            if leader == self._leader:
+                found = answers[0]
+        return found
+
+    def _solve(self) -> tuple[list[selection.Group], selection.Choice] | str:
+        """The choice, or why there is none: then treatments stay as they are."""
         try:
             self._rescale()
             problem = self._make_problem(self._coding_scale)
@@ -269,7 +299,7 @@ class Controller:
                 problem, budget_bytes, self._rules.strategy, selection.MARGIN
             )
         except Exception as error:
-            return error
+            return f"{type(error).__name__}: {error}"
 
     def _make_problem(self, scale: float) -> list[selection.Group]:
         sharing = Counter(comm.group.process_group.group_name for comm in self._comms)
@@ -283,7 +313,6 @@ class Controller:
                 gain.Gathered(
                     label=label,
                     params=comm.group.params,
-                    numels=tuple(comm.group.numels),
                     times={s: n / self._steps_since_look for s, n in gathers.items()},
                     links=links,
                     hidden=self._hidden,
@@ -303,7 +332,7 @@ class Controller:
         spent = self.observer.spent + self._gradients.spent
         share = spent / max(self.observer.elapsed, 1e-9)
         longest = torch.tensor([share], dtype=torch.float64, device=self._device)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._job.group)
         return longest.item()
 
     def _coding_seconds(self) -> float:
@@ -312,9 +341,9 @@ class Controller:
         mine = 0.0
         if self._device.type == "cpu":
             mine = sum(comm.coding_seconds for comm in self._comms) / self._steps_since_look
-        sums = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(self._job.size(), 2, dtype=torch.float64, device=self._device)
         sums[self._leader, 0], sums[self._leader, 1] = mine, mine > 0
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._job.group)
         total, ranks = sums[self._leader].tolist()
         return total / max(ranks, 1)
 
@@ -359,8 +388,8 @@ class Controller:
             )
             if predicted:
                 scales |= {self._labels[i]: least.sum().item() / predicted for i in indices}
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, scales)
+        everyones: list[Any] = [None] * self._job.size()
+        dist.all_gather_object(everyones, scales, self._job.group)
         for label in self._labels:
             found = [other[label] for other in everyones if label in other]
             if found:
@@ -370,9 +399,9 @@ class Controller:
         """By parameter; ``plain`` where its group is."""
         by_group = self.choice.treatments if self.choice is not None else {}
         return {
-            param.name: by_group.get(label, {}).get(param.name, "plain")
+            name: by_group.get(label, {}).get(name, "plain")
             for label, comm in zip(self._labels, self._comms, strict=True)
-            for param in comm.group.params
+            for name in comm.group.names
         }
 
     def _apply(self) -> None:
@@ -417,7 +446,7 @@ class Controller:
 
     def _table(self, limit: int) -> str:
         table = selection.table(self.problem, self.choice, limit=limit)
-        names = self._names & {param.name for comm in self._comms for param in comm.group.params}
+        names = self._names & {name for comm in self._comms for name in comm.group.names}
         unseen = names - self._seen.keys()
         if unseen:
             table += (
@@ -453,7 +482,7 @@ def _labels(groups: list[ParamGroup]) -> list[str]:
     """Names of the groups, told apart by their first parameter where several have one name."""
     counts = Counter(group.name for group in groups)
     return [
-        group.name if counts[group.name] == 1 else f"{group.name} ({group.params[0].name} ..)"
+        group.name if counts[group.name] == 1 else f"{group.name} ({group.names[0]} ..)"
         for group in groups
     ]
 

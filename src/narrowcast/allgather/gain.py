@@ -32,7 +32,7 @@ class Gathered:
     """A parameter group, and how it is gathered.
 
     Attributes:
-        params, numels: of the parameters, and elements of their padded shards.
+        params: the parameters, with the elements of their padded shards.
         times: how many gathers a step has, by number of ranks and elements.
         links: of the process group.
         hidden: share of encoding that is not on the critical path.
@@ -45,7 +45,6 @@ class Gathered:
 
     label: str
     params: tuple[ShardedParam, ...]
-    numels: tuple[int, ...]
     times: Mapping[tuple[int, int], float]
     links: Links
     hidden: float
@@ -102,7 +101,7 @@ def _group(
 ) -> Group:
     curve = group.links.all_gather
     num_gathers = sum(group.times.values())
-    num_runs = -(-sum(group.numels) // MAX_RUN_VALUES)
+    num_runs = -(-sum(param.numel for param in group.params) // MAX_RUN_VALUES)
     head_bytes = wire.head_size(num_runs)
     overhead = num_gathers * (
         curve.latency + group.links.gather_overhead + head_bytes * curve.seconds_per_byte
@@ -127,7 +126,8 @@ def _shard(
     horizon: int,
     coding_scale: float,
 ) -> Shard:
-    param, numel = group.params[index], group.numels[index]
+    param = group.params[index]
+    numel = param.numel
     codes = param.dtype in floats.LAYOUTS
     may_be_treated = param.name in group.treatable
     options = {}
@@ -167,8 +167,7 @@ def _scaled(group: Gathered, numel: int, site: tuple[int, int]) -> float:
     these are bytes where its parameters differ in dtype."""
     dtypes = {param.dtype for param in group.params}
     whole = sum(
-        size * (param.dtype.itemsize if len(dtypes) > 1 else 1)
-        for size, param in zip(group.numels, group.params, strict=True)
+        param.numel * (param.dtype.itemsize if len(dtypes) > 1 else 1) for param in group.params
     )
     return numel * site[1] / max(whole, 1)
 

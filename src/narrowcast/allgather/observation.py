@@ -169,6 +169,7 @@ class Observer:
     Args:
         names: of the parameters to look at.
         share: of a step's time that looking may take; infinite: every whole shard, every step.
+        job: the ranks that look; ``None``: all.
     """
 
     def __init__(
@@ -181,15 +182,13 @@ class Observer:
         block_check: BlockCheck,
         coder: Coder,
         share: float = SHARE,
+        job: dist.ProcessGroup | None = None,
     ) -> None:
-        self._groups = groups
+        self._groups, self._job = groups, job
         self.scheme = Scheme("value", exponent_exchange, block_size, block_check)
         self.coder, self._share = coder, share
-        limit = MAX_RUN_VALUES if math.isfinite(share) else None
-        self._turns = _turns(groups, names, limit)
-        first = dist.get_rank() * len(self._turns) // dist.get_world_size()
-        self._turns = self._turns[first:] + self._turns[:first]
-        self._longest = max((turn[3] - turn[2] for turn in self._turns), default=0)
+        self._names = names
+        self._take_turns()
         self._next, self._due, self._steps = 0, 0.0, 0
         self._looks = False  # at the next step, on every rank
         self._pieces: list[_Piece] = []
@@ -199,6 +198,13 @@ class Observer:
         self.seen: dict[str, Seen] = {}
         self.spent = self.elapsed = 0.0
 
+    def _take_turns(self) -> None:
+        limit = MAX_RUN_VALUES if math.isfinite(self._share) else None
+        turns = _turns(self._groups, self._names, limit)
+        first = dist.get_rank(self._job) * len(turns) // dist.get_world_size(self._job)
+        self._turns = turns[first:] + turns[:first]
+        self._longest = max((turn[3] - turn[2] for turn in turns), default=0)
+
     def after_step(self) -> dict[str, Changes]:
         """Looks at what there is room for. Every rank must call it, or ``pause``, after each step.
 
@@ -207,11 +213,13 @@ class Observer:
         """
         start = time.perf_counter()
         self._steps += 1
+        if self._steps == 1:
+            self._take_turns()  # the model may have been cast until it was first used
         if self._steps == 3 and not self.pieces_a_step:  # the first step is not like others
             self._agree(start - self._ended)
         changes: dict[str, Changes] = {}
         if self._looks:
-            dist.barrier()  # coding is timed while all ranks code, as in training
+            dist.barrier(self._job)  # coding is timed while all ranks code, as in training
         for piece in self._pieces:
             group = self._groups[piece.group]
             info = group.params[piece.param]
@@ -244,17 +252,20 @@ class Observer:
 
     def _cost_of_a_piece(self) -> float:
         """Seconds to look at the largest one, as all ranks do at once."""
-        bits_N, layout = torch.zeros(1, dtype=torch.int16), floats.LAYOUTS[torch.bfloat16]
-        if self._turns:
-            group, param, start, stop = max(self._turns, key=lambda turn: turn[3] - turn[2])
-            layout = floats.LAYOUTS[self._groups[group].params[param].dtype]
-            bits_N = self._groups[group].piece(param, start, stop).view(layout.bits)
+        group, param, start, stop = max(
+            self._turns, key=lambda turn: turn[3] - turn[2], default=(0, 0, 0, 0)
+        )
+        info, device = self._groups[group].params[param], self._groups[group].device
+        layout = floats.LAYOUTS.get(info.dtype, floats.LAYOUTS[torch.bfloat16])
+        # Not the parameters themselves, which may have no memory yet.
         generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
-        flips_N = torch.rand(bits_N.shape, generator=generator) < 0.5
-        other_N = bits_N ^ flips_N.to(bits_N.device)
+        values_N = torch.randn(stop - start, generator=generator, dtype=torch.float32)
+        flips_N = torch.rand(stop - start, generator=generator, dtype=torch.float32) < 0.5
+        bits_N = values_N.to(device, info.dtype).view(layout.bits)
+        other_N = bits_N ^ flips_N.to(device)
         began = 0.0
         for _ in range(2):  # the first call of everything takes longer
-            dist.barrier()
+            dist.barrier(self._job)
             began = time.perf_counter()
             examine(bits_N, other_N, layout, self.scheme, self.coder)
         return time.perf_counter() - began
@@ -263,7 +274,7 @@ class Observer:
         """How many pieces a step has room for: of the slowest rank, the shortest step."""
         slowest = torch.tensor([self._cost, -step_seconds], dtype=torch.float64)
         slowest = slowest.to(self._groups[0].device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._job)
         cost, shortest_step = slowest[0].item(), -slowest[1].item()
         self.pieces_a_step = self._share * shortest_step / max(cost, 1e-9)
 
@@ -282,18 +293,24 @@ def _turns(
     in the order in which they are looked at: one of each shard, then the next of each."""
     turns = []
     for g, group in enumerate(groups):
-        for p, (info, numel) in enumerate(zip(group.params, group.numels, strict=True)):
+        for p, info in enumerate(group.params):
             if info.name not in names or info.dtype not in floats.LAYOUTS:
                 continue
+            numel = info.numel
             size = min(limit or numel, numel)
             for start in range(0, numel, size) if numel else ():
                 turns.append((start // size, -numel, g, p, start, min(start + size, numel)))
     return [turn[2:] for turn in sorted(turns)]
 
 
-def sum_over_ranks(seen: dict[str, Seen], names: Sequence[str], device: torch.device) -> dict:
+def sum_over_ranks(
+    seen: dict[str, Seen],
+    names: Sequence[str],
+    device: torch.device,
+    job: dist.ProcessGroup | None = None,
+) -> dict[str, Seen]:
     """What all ranks have seen together, by parameter. ``names`` are the same on every rank."""
     rows = [seen.get(name, Seen()).to_numbers() for name in names]
     sums = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, NUM_NUMBERS)
-    dist.all_reduce(sums)
+    dist.all_reduce(sums, group=job)
     return {name: Seen.from_numbers(row) for name, row in zip(names, sums.tolist(), strict=True)}

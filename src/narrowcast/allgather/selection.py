@@ -6,14 +6,16 @@ two ways to choose:
 
     exact   the least total of seconds within the budget: a knapsack with one choice a shard, and a
             cost for each group that is narrowed. SciPy's ``milp`` (HiGHS) solves it, to a millionth
-            of what is saved, or as far as a thousand nodes of its search go.
+            of what is saved, or as far as a thousand nodes of its search go. All ranks wait for it:
+            after ten seconds it ends, and the paper's rule is taken.
     ratio   the rule of the CIERA paper (section 3.2): shards by gain over cache bytes, greatest
             first, as long as the budget lasts.
 
 Where nothing is gained nothing is narrowed and no cache is taken. The same input gives the same
-choice.
+choice, but for that limit: one rank chooses for all.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -26,6 +28,8 @@ from scipy.sparse import csr_array
 
 from narrowcast.tables import aligned
 
+logger = logging.getLogger(__name__)
+
 MARGIN = 0.05  # share of a plain time that must be saved: predictions are not exact
 
 Strategy = Literal["exact", "ratio"]
@@ -33,7 +37,7 @@ Treatments = dict[str, dict[str, str]]  # by name of the group, by name of the s
 
 _ROUNDING = 1e-7  # the share of plain's time by which narrowing must gain, to gain at all
 _SCALE = 1e6  # of costs and of the budget in the solver, whose tolerances are absolute: 1e-6
-_SOLVER = {"mip_rel_gap": 1e-6, "node_limit": 1000}
+_SOLVER = {"mip_rel_gap": 1e-6, "node_limit": 1000, "time_limit": 10.0}
 
 
 @dataclass(frozen=True)
@@ -323,8 +327,13 @@ def _solve(
         ],
         options=_SOLVER,
     )
-    if result.x is None:
-        raise RuntimeError(f"the selection was not solved ({result.message}): use strategy 'ratio'")
+    if result.x is None or "Time limit" in result.message:
+        logger.warning(
+            "narrowcast: the exact choice of treatments took too long (%s): the paper's "
+            "rule, selection = 'ratio', is taken",
+            result.message,
+        )
+        return _by_ratio(groups, limit, margin)
     chosen = [variable for variable, x in zip(variables, result.x, strict=True) if x > 0.5]
     treatments: Treatments = {
         group: {name: frontier[0] for name, frontier in frontiers[group].items()}

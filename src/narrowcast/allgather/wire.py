@@ -41,7 +41,13 @@ _CHECKSUM = struct.Struct("<I")
 
 
 class NarrowcastError(RuntimeError):
-    """Something that no rank can go on from; raised on every rank of the group alike."""
+    """Something that no rank can go on from; raised on every rank of the job alike.
+
+    Attributes:
+        agreed: whether all ranks have come to raise it (see ``narrowcast.failure``).
+    """
+
+    agreed = False
 
 
 class PayloadError(NarrowcastError):
@@ -214,6 +220,12 @@ def unpack_head(data: bytes, num_runs: int) -> Head:
     )
 
 
+def num_runs_of(data: bytes) -> int:
+    """How many runs a head says that it has."""
+    (num_runs,) = _NUM_RUNS.unpack_from(data, _NUM_RUNS_OFFSET)
+    return num_runs
+
+
 def unpack(payload: Tensor) -> tuple[Head, Tensor]:
     """The head and the body of a payload, uint8, that says itself how many runs it has.
 
@@ -223,7 +235,7 @@ def unpack(payload: Tensor) -> tuple[Head, Tensor]:
     start = _bytes(payload[: _FIXED.size])
     if len(start) < _FIXED.size:
         raise PayloadError(f"has {len(start)} bytes, less than a head")
-    (num_runs,) = _NUM_RUNS.unpack_from(start, _NUM_RUNS_OFFSET)
+    num_runs = num_runs_of(start)
     size_of_head = head_size(num_runs)
     return unpack_head(_bytes(payload[:size_of_head]), num_runs), payload[size_of_head:]
 

@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 from typing import Any, get_args
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.coders import find_coder
+from narrowcast.failure import job_of
 from narrowcast.reducescatter.codec import Treatment
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.torch_internals import ParamGroup, is_default
@@ -45,6 +47,7 @@ def narrow_reduce_scatter(
     treatment: Treatment = "coded",
     coder: str = "auto",
     volume: bool = True,
+    process_group: dist.ProcessGroup | None = None,
 ) -> NarrowedGradients:
     """Sends fewer bytes in the gradient reduce-scatters of an FSDP2 model.
 
@@ -63,22 +66,28 @@ def narrow_reduce_scatter(
         treatment: ``coded``, or ``raw``, which sends all bits by the same exchange.
         coder: entropy coder: ``auto`` or ``zstd``.
         volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
+        process_group: the ranks that make this call, each for its part of the model; ``None``: all.
+            What one of them cannot go on from, all of them raise.
 
     Raises:
-        ValueError: an argument is not allowed, or the model cannot be narrowed.
+        ValueError: an argument is not allowed, or the model cannot be narrowed; on every rank.
         SettingsError: the ranks were given different arguments or models.
     """
-    groups = sharded_groups(model)
     settings = {"treatment": treatment, "coder": coder, "volume": volume}
+    groups: list[ParamGroup] = []
     error = None
     try:
+        groups = sharded_groups(model)
         _check(groups, optimizer, settings)
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, settings, error)
+    check_settings(groups, settings, error, process_group)
+    job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
-    comms = [NarrowReduceScatter(group, treatment, find_coder(coder), ledger) for group in groups]
+    comms = [
+        NarrowReduceScatter(group, treatment, find_coder(coder), ledger, job) for group in groups
+    ]
     return NarrowedGradients(comms, counted)
 
 

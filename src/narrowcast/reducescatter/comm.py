@@ -8,7 +8,7 @@
     +--------+                                        +--------+
 
 Nothing is kept from call to call, so no rank can come out of step. A receiver alone sees a payload
-that is damaged, hence ranks agree at the end of each call on whether to go on.
+that is damaged: how the others learn of it is told in ``narrowcast.failure``.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.agreement import raise_alike
 from narrowcast.allgather import wire
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import exchange
 from narrowcast.allgather.runs import MAX_RUN_VALUES
+from narrowcast.failure import Job
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.codec import Treatment
 from narrowcast.torch_internals import (
@@ -32,7 +32,7 @@ from narrowcast.torch_internals import (
     WorkThatFinishes,
     reduction,
 )
-from narrowcast.volume import Ledger, all_reduce_bytes
+from narrowcast.volume import Ledger
 
 
 @dataclass
@@ -45,12 +45,14 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     Attributes:
         group: the parameter group.
         ledger: where bytes are counted, if anywhere.
+        job: the ranks that must learn of a failure here; ``None``: nobody.
     """
 
     group: ParamGroup
     treatment: Treatment
     coder: Coder
     ledger: Ledger | None = None
+    job: Job | None = None
 
     def __call__(
         self,
@@ -63,22 +65,22 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         """Reduces ``input_tensor`` (W * n,), which it overwrites, into ``output_tensor`` (n,).
 
         Raises:
-            NarrowcastError: on every rank of the group alike.
-            ValueError: ``op`` is none that FSDP2 asks for.
+            NarrowcastError: on every rank of the job alike.
         """
-        factor, divisor = reduction(op, group)
-        rows_WN = input_tensor.view(group.size(), -1)
-        if self.ledger is not None:
-            self.ledger.show_gradients(self.group, rows_WN)
-        with self.ledger.named() if self.ledger is not None else nullcontext():
-            self._exchange(rows_WN, group)
-        _sum_in_order(output_tensor, rows_WN, factor, divisor)
+        subject = f"reduce-scatter of {self.group.name}"
+        with self.job.together(subject) if self.job is not None else nullcontext():
+            factor, divisor = reduction(op, group)
+            rows_WN = input_tensor.view(group.size(), -1)
+            if self.ledger is not None:
+                self.ledger.show_gradients(self.group, rows_WN)
+            with self.ledger.named() if self.ledger is not None else nullcontext():
+                self._exchange(rows_WN, group)
+            _sum_in_order(output_tensor, rows_WN, factor, divisor)
         return WorkThatFinishes(lambda: None) if async_op else None
 
     def _exchange(self, rows_WN: Tensor, group: dist.ProcessGroup) -> None:
         """Swaps the rows for other ranks with what those send: ``rows_WN[s]`` is rank s's share."""
         settings = self._settings(rows_WN)
-        error: wire.NarrowcastError | None = None
         sent_bytes = num_zeros = 0
 
         def payload_for(receiver: int) -> Tensor:
@@ -93,19 +95,14 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         ranks = dist.get_process_group_ranks(group)
         for sender, payload in exchange(payload_for, group):
             route = f"from rank {ranks[sender]} to rank {ranks[group.rank()]}"
-            try:
-                with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
-                    self._decode(rows_WN[sender], payload, settings)
-            except wire.NarrowcastError as wrong:
-                error = error or wrong
+            with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
+                self._decode(rows_WN[sender], payload, settings)
             del payload  # or it would live until the next one comes
-        raise_alike(error, group, rows_WN.device)
         if self.ledger is not None:
             others = group.size() - 1
-            small_bytes = 8 * others + all_reduce_bytes(4, group.size())
             num_values = others * rows_WN.shape[1]
             plain_bytes = num_values * rows_WN.element_size()
-            self.ledger.add("reduce_scatter", sent_bytes + small_bytes, plain_bytes)
+            self.ledger.add("reduce_scatter", sent_bytes + 8 * others, plain_bytes)
             self.ledger.record_reduction(num_values, sent_bytes, num_values, num_zeros)
 
     def _settings(self, rows_WN: Tensor) -> int:
@@ -114,7 +111,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def _encode(self, row_N: Tensor, settings: int) -> Tensor:
-        """Never raises: a rank that cannot encode must tell the others, or they would hang."""
+        """What a rank cannot encode it tells the one that waits for it."""
         runs = row_N.split(MAX_RUN_VALUES)
         try:
             return wire.pack(

@@ -71,13 +71,19 @@ class GradientWatch:
 
     Args:
         groups: by label; every rank that shares one gives them in the same order.
+        job: the ranks whose sums are taken; ``None``: all.
     """
 
-    def __init__(self, groups: dict[str, ParamGroup], coder: Coder) -> None:
+    def __init__(
+        self,
+        groups: dict[str, ParamGroup],
+        coder: Coder,
+        job: dist.ProcessGroup | None = None,
+    ) -> None:
         # By what a group holds: who counts it may have another object for it.
-        self._labels = {group.params: label for label, group in groups.items()}
+        self._labels = {group.names: label for label, group in groups.items()}
         self._groups = groups
-        self._coder = coder
+        self._coder, self._job = coder, job
         self._looks: Counter[str] = Counter()
         self.spent = 0.0
         self._due: float | None = None  # pieces; none before there is room
@@ -92,7 +98,7 @@ class GradientWatch:
 
     def __call__(self, group: ParamGroup, rows_WN: Tensor) -> None:
         """Looks at the contributions of this rank, (W, n), if it is the group's turn."""
-        label = self._labels.get(group.params)
+        label = self._labels.get(group.names)
         if label is None:
             return
         self._reductions[label, rows_WN.shape[1], rows_WN.element_size()] += 1
@@ -120,7 +126,7 @@ class GradientWatch:
         """
         rows = [astuple(self._looked.get(label, _Looked())) for label in all_labels]
         sums = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, len(fields(_Looked)))
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self._job)
         looked = {
             label: _Looked(*row) for label, row in zip(all_labels, sums.tolist(), strict=True)
         }
