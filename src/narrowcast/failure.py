@@ -15,6 +15,9 @@ That takes no collective and no message while all is well, works across process 
 pipeline stages), and asks nothing of the place where it happens. A rank that waits in a collective
 that is not narrowcast's gets the backend's own error there.
 
+Where ranks agree anyhow in the last collective of a call (``agreement.raise_alike``), they all post
+their error, and process groups can be used again.
+
 Only gloo's connections can be closed so. On NCCL its own watchdog ends the others, or the launcher
 does when the first process has ended.
 """

@@ -8,7 +8,7 @@
     +--------+                                        +--------+
 
 Nothing is kept from call to call, so no rank can come out of step. A receiver alone sees a payload
-that is damaged: how the others learn of it is told in ``narrowcast.failure``.
+that is damaged, hence ranks agree at the end of each call on whether to go on.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from narrowcast.agreement import raise_alike
 from narrowcast.allgather import wire
 from narrowcast.allgather.coders import Coder
 from narrowcast.allgather.exchange import exchange
@@ -32,7 +33,7 @@ from narrowcast.torch_internals import (
     WorkThatFinishes,
     reduction,
 )
-from narrowcast.volume import Ledger
+from narrowcast.volume import Ledger, all_reduce_bytes
 
 
 @dataclass
@@ -81,6 +82,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     def _exchange(self, rows_WN: Tensor, group: dist.ProcessGroup) -> None:
         """Swaps the rows for other ranks with what those send: ``rows_WN[s]`` is rank s's share."""
         settings = self._settings(rows_WN)
+        error: wire.NarrowcastError | None = None
         sent_bytes = num_zeros = 0
 
         def payload_for(receiver: int) -> Tensor:
@@ -95,14 +97,19 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         ranks = dist.get_process_group_ranks(group)
         for sender, payload in exchange(payload_for, group):
             route = f"from rank {ranks[sender]} to rank {ranks[group.rank()]}"
-            with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
-                self._decode(rows_WN[sender], payload, settings)
+            try:
+                with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
+                    self._decode(rows_WN[sender], payload, settings)
+            except wire.NarrowcastError as wrong:
+                error = error or wrong
             del payload  # or it would live until the next one comes
+        raise_alike(error, group, rows_WN.device)
         if self.ledger is not None:
             others = group.size() - 1
+            small_bytes = 8 * others + all_reduce_bytes(4, group.size())
             num_values = others * rows_WN.shape[1]
             plain_bytes = num_values * rows_WN.element_size()
-            self.ledger.add("reduce_scatter", sent_bytes + 8 * others, plain_bytes)
+            self.ledger.add("reduce_scatter", sent_bytes + small_bytes, plain_bytes)
             self.ledger.record_reduction(num_values, sent_bytes, num_values, num_zeros)
 
     def _settings(self, rows_WN: Tensor) -> int:
