@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.experts.brim import Brim, assign, build_brim, merge_rows, scatter_rows
+from narrowcast.experts.routing_error import agreed, argument_error, first_fault, has_faults
 from narrowcast.experts.swiglu import ExpertRows
 from narrowcast.torch_internals import finish_all_to_all, start_all_to_all
 
@@ -192,11 +193,13 @@ class _Route:
 
 def _route(
     slot_TK: Tensor,
+    is_faulty: Tensor,
     num_slots: int,
     level: Level,
     layout: RowLayout,
     on_sent: Callable[[], None],
-) -> _Route:
+) -> _Route | None:
+    """None on every rank of the group if `is_faulty` () on any."""
     num_blocks = level.group.size()
     slots_per_block = num_slots // num_blocks
     assigned = assign(slot_TK // slots_per_block, num_blocks)
@@ -204,11 +207,13 @@ def _route(
     rank_M = (slot_TK // (slots_per_block // level.ranks)).flatten()
     by_rank.scatter_add_(0, rank_M, torch.ones_like(rank_M))
     counts = [assigned.counts_B[:, None], by_rank[:-1].view(num_blocks, level.ranks)]
-    sent_BC = torch.cat(counts, dim=1)
+    sent_BC = torch.cat([*counts, is_faulty.long().expand(num_blocks, 1)], dim=1)
     ones = [1] * num_blocks
     received_BC = finish_all_to_all(start_all_to_all(sent_BC, ones, ones, level.group, on_sent))
     # The one place that waits for the device.
     sent_counts, received_counts = torch.stack([sent_BC, received_BC]).tolist()
+    if any(row.pop() for row in (*sent_counts, *received_counts)):
+        return None
     sent, received = [row[0] for row in sent_counts], [row[0] for row in received_counts]
     brim = build_brim(assigned, sum(sent))
     crossing = Crossing(
@@ -224,8 +229,18 @@ def _route(
     # Sorted by rank, as they are assigned; then as the router has them.
     place_TK = assigned.wide_NK * layout.places + assigned.place_NK
     place_TK = place_TK.masked_fill_(assigned.block_NK == num_blocks, sum(sent) * layout.places)
-    place_TK = torch.empty_like(place_TK).scatter_(1, assigned.order_NK, place_TK)
+    place_TK = torch.zeros_like(place_TK).scatter_(1, assigned.order_NK, place_TK)
     return _Route(crossing, brim, place_TK)
+
+
+def _with_plain_rows(last: _Route, first: Crossing) -> _Route:
+    """The last route, which knows what plain expert parallelism would send in its place."""
+    crossing = replace(
+        last.crossing,
+        plain_sent=first.assignments - first.local_assignments,
+        plain_received=last.crossing.received_assignments - first.local_assignments,
+    )
+    return replace(last, crossing=crossing)
 
 
 def _spread(values_TK: Tensor, place_TK: Tensor, num_rows: int, places: int, fill: int) -> Tensor:
@@ -233,6 +248,11 @@ def _spread(values_TK: Tensor, place_TK: Tensor, num_rows: int, places: int, fil
     spread = values_TK.new_full((num_rows * places + 1,), fill)
     spread[place_TK.flatten()] = values_TK.flatten()
     return spread[:-1].view(num_rows, places)
+
+
+def _true_on(device: torch.device) -> Tensor:
+    """() bool."""
+    return torch.ones((), dtype=torch.bool, device=device)
 
 
 @dataclass
@@ -397,37 +417,48 @@ def dispatch(
 
     Raises:
         ValueError: slots do not divide over the ranks.
+        RoutingError: on every rank of the levels' groups, if a token of any names a slot twice or
+            one that does not exist, or if a rank's tokens, probabilities and slots are of shapes or
+            dtypes that do not go together.
     """
-    routes = []
+    routes, all_slots = [], num_slots
     num_ranks = math.prod(level.group.size() for level in levels)
     if num_slots % num_ranks:
         raise ValueError(f"{num_slots} slots do not divide over {num_ranks} expert-parallel ranks")
+    error = argument_error(x_TD, prob_TK, slot_TK)
+    if error is not None:  # no token goes anywhere, but the others must hear of it
+        x_TD, prob_TK, slot_TK = (of.new_zeros(0, 1) for of in (x_TD, prob_TK, slot_TK))
     x, prob, slot = x_TD, prob_TK, slot_TK.long()
+    is_faulty = has_faults(slot, num_slots) if error is None else _true_on(x.device)
+    slot = torch.where(is_faulty, num_slots, slot)
     for number, level in enumerate(levels):
+        is_last = number == len(levels) - 1
         slots_per_block = num_slots // level.group.size()
         places = min(slot.shape[1], slots_per_block)
         layout = RowLayout(x.shape[1], x.dtype, places, slots_per_block)
         with torch.no_grad():
             # Plain expert parallelism exchanges a count for each slot, where this is the last one.
             plain_bytes = 8 * slots_per_block * (num_ranks - 1) if level.ranks == 1 else 0
-            count_bytes = 8 * (1 + level.ranks) * (level.group.size() - 1)
+            count_bytes = 8 * (2 + level.ranks) * (level.group.size() - 1)
             on_sent = functools.partial(count, "dispatch", 0, count_bytes, plain_bytes)
-            route = _route(slot, num_slots, level, layout, on_sent)
+            route = _route(slot, is_faulty, num_slots, level, layout, on_sent)
+        num_slots = slots_per_block
+        if route is None:
+            error = agreed(error or first_fault(slot_TK, all_slots), level.group, x.device)
+            if is_last:
+                raise error
+            # The ranks that the next level goes to have not heard of it.
+            x, prob, slot, is_faulty = x[:0], prob[:0], slot[:0], _true_on(x.device)
+            continue
+        if is_last:
+            route = _with_plain_rows(route, (routes or [route])[0].crossing)
         routes.append(route)
-        if number == len(levels) - 1:
-            first, last = routes[0].crossing, route.crossing
-            crossing = replace(
-                last,
-                plain_sent=first.assignments - first.local_assignments,
-                plain_received=last.received_assignments - first.local_assignments,
-            )
-            route = routes[-1] = replace(route, crossing=crossing)
         flight = _Flight()
         link = _Depart.apply(x, prob, slot % slots_per_block, route, flight, count)
         if number == 0 and meanwhile is not None:
             meanwhile()
         x, prob, slot = _Arrive.apply(link, route.crossing, flight, count)
-        num_slots = slots_per_block
+        is_faulty = ~_true_on(x.device)
     with torch.no_grad():
         assigned = assign(slot, num_slots)
         brim = build_brim(assigned, routes[-1].crossing.received_assignments)
