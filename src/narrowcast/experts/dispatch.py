@@ -32,10 +32,9 @@ from torch import Tensor
 
 from narrowcast.experts.brim import Brim, assign, build_brim, merge_rows, scatter_rows
 from narrowcast.experts.routing_error import agreed, argument_error, first_fault, has_faults
+from narrowcast.experts.row_layout import RowLayout
 from narrowcast.experts.swiglu import ExpertRows
 from narrowcast.torch_internals import finish_all_to_all, start_all_to_all
-
-_ROW_ALIGNMENT = 16  # bytes: a GPU's widest load
 
 Counter = Callable[[str, int, int, int], None]
 """Is called with "dispatch" or "combine", the rows and the bytes that this rank sends to others,
@@ -44,73 +43,6 @@ and the bytes that plain expert parallelism would send for the same tokens."""
 
 def count_nothing(collective: str, rows: int, sent_bytes: int, plain_bytes: int) -> None:
     """A `Counter` that does not count."""
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """How a row that crosses lies in bytes.
-
-    Attributes:
-        dim, dtype: of the token.
-        places: J, experts and probabilities that go with it.
-        num_ids: experts at the other end; 0 where none are sent (gradients).
-    """
-
-    dim: int
-    dtype: torch.dtype
-    places: int
-    num_ids: int
-
-    @property
-    def id_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.num_ids <= 255 else torch.int16
-
-    @property
-    def token_nbytes(self) -> int:
-        """Of the token alone."""
-        return self.dim * self.dtype.itemsize
-
-    @property
-    def prob_start(self) -> int:
-        return _rounded_up(self.token_nbytes, 4)
-
-    @property
-    def id_start(self) -> int:
-        return self.prob_start + 4 * self.places
-
-    @property
-    def nbytes(self) -> int:
-        id_bytes = self.places * self.id_dtype.itemsize if self.num_ids else 0
-        return _rounded_up(self.id_start + id_bytes, _ROW_ALIGNMENT)
-
-    def pack(self, x_SD: Tensor, prob_SJ: Tensor, id_SJ: Tensor | None = None) -> Tensor:
-        """(S, nbytes) uint8."""
-        message = x_SD.new_zeros(len(x_SD), self.nbytes, dtype=torch.uint8)
-        self._x(message).copy_(x_SD)
-        self._prob(message).copy_(prob_SJ)
-        if id_SJ is not None:
-            self._id(message).copy_(id_SJ)
-        return message
-
-    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The token rows (S, D) and probabilities (S, J) of a message, as views of it, and its
-        experts (S, J) int64."""
-        id_SJ = self._id(message).long() if self.num_ids else None
-        return self._x(message), self._prob(message), id_SJ
-
-    def _x(self, message: Tensor) -> Tensor:
-        return message[:, : self.token_nbytes].view(self.dtype)
-
-    def _prob(self, message: Tensor) -> Tensor:
-        return message[:, self.prob_start : self.id_start].view(torch.float32)
-
-    def _id(self, message: Tensor) -> Tensor:
-        end = self.id_start + self.places * self.id_dtype.itemsize
-        return message[:, self.id_start : end].view(self.id_dtype)
-
-
-def _rounded_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -248,11 +180,6 @@ def _spread(values_TK: Tensor, place_TK: Tensor, num_rows: int, places: int, fil
     spread = values_TK.new_full((num_rows * places + 1,), fill)
     spread[place_TK.flatten()] = values_TK.flatten()
     return spread[:-1].view(num_rows, places)
-
-
-def _true_on(device: torch.device) -> Tensor:
-    """() bool."""
-    return torch.ones((), dtype=torch.bool, device=device)
 
 
 @dataclass
@@ -429,7 +356,7 @@ def dispatch(
     if error is not None:  # no token goes anywhere, but the others must hear of it
         x_TD, prob_TK, slot_TK = (of.new_zeros(0, 1) for of in (x_TD, prob_TK, slot_TK))
     x, prob, slot = x_TD, prob_TK, slot_TK.long()
-    is_faulty = has_faults(slot, num_slots) if error is None else _true_on(x.device)
+    is_faulty = has_faults(slot, num_slots) | (error is not None)
     slot = torch.where(is_faulty, num_slots, slot)
     for number, level in enumerate(levels):
         is_last = number == len(levels) - 1
@@ -448,7 +375,7 @@ def dispatch(
             if is_last:
                 raise error
             # The ranks that the next level goes to have not heard of it.
-            x, prob, slot, is_faulty = x[:0], prob[:0], slot[:0], _true_on(x.device)
+            x, prob, slot, is_faulty = x[:0], prob[:0], slot[:0], torch.ones_like(is_faulty)
             continue
         if is_last:
             route = _with_plain_rows(route, (routes or [route])[0].crossing)
@@ -458,7 +385,7 @@ def dispatch(
         if number == 0 and meanwhile is not None:
             meanwhile()
         x, prob, slot = _Arrive.apply(link, route.crossing, flight, count)
-        is_faulty = ~_true_on(x.device)
+        is_faulty = torch.zeros_like(is_faulty)
     with torch.no_grad():
         assigned = assign(slot, num_slots)
         brim = build_brim(assigned, routes[-1].crossing.received_assignments)
