@@ -56,7 +56,8 @@ def _placement(
     num_experts = changed.pop("num_experts", 8)
     fields = {"model": MODELS[config], "num_ranks": num_ranks, "num_nodes": 1, "method": "random"}
     experts_LE = torch.stack([torch.randperm(num_experts, generator=generator) for _ in layers])
-    Placement(layers=layers, experts_LE=experts_LE, **{**fields, **changed}).save(file)
+    placement = Placement(layers=layers, experts_LE=experts_LE, **{**fields, **changed})
+    placement.in_order(layers[::-1]).save(file)  # which goes by names
     return file
 
 
@@ -248,7 +249,7 @@ def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) ->
     described = json.loads(_placement(folder).read_text())
     described["experts_by_slot"]["layers.0.moe"][0] = 7
     damaged.write_text(json.dumps(described))
-    assert "does not hold every expert once" in refusal(*of(damaged))
+    assert "layers.0.moe has expert 7 twice" in refusal(*of(damaged))
     assert "there is no such routing trace" in refusal(
         *EP2, "--narrowcast.placement.trace", str(missing)
     )
