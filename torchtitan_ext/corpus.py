@@ -17,9 +17,10 @@ import json
 import math
 import os
 import platform
+import secrets
 import shutil
+import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from tokenizers.models import BPE
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
+from narrowcast.experts.files import write_text
+
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -43,6 +46,9 @@ _VERSION = 1
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "__pycache__"}
     | {"pydoc_data", "lib2to3", "turtledemo", "ensurepip", "encodings", "lib-dynload"}
+)
+_FILES = frozenset(
+    {"train.jsonl", "validation.jsonl"} | {"tokenizer.json", "tokenizer_config.json", "stamp.json"}
 )
 _MIN_CHARS = 200
 # Longer files become several documents, so that no single file fills the first steps.
@@ -69,34 +75,55 @@ def make_corpus(folder: Path) -> bool:
 
     Raises:
         ValueError: the folder exists and holds something else.
+        OSError: it cannot be written; the message names it.
     """
-    stamp = _stamp()
-    stamp_file = folder / "stamp.json"
-    if stamp_file.is_file():
-        if json.loads(stamp_file.read_text()) == stamp:
-            return False
-    elif folder.exists() and any(folder.iterdir()):
+    stamp, given = _stamp(), folder
+    folder = Path(os.path.realpath(folder))
+    made_before = _made_before(folder)
+    if made_before == stamp:
+        return False
+    if made_before is None and folder.exists() and not (folder.is_dir() and _is_empty(folder)):
         raise ValueError(
-            f"corpus folder {folder} holds files that are no corpus: give an empty or a new folder"
+            f"corpus folder {given} holds files that are no corpus: give an empty or a new folder"
         )
+    try:
+        _make(folder, stamp)
+    except OSError as error:
+        raise OSError(f"corpus folder {given} cannot be made: {error}") from error
+    return True
 
+
+def _made_before(folder: Path) -> dict[str, Any] | None:
+    """The stamp of the corpus in a folder; None if there is none, or anything beside it."""
+    try:
+        if {file.name for file in folder.iterdir()} <= _FILES:
+            stamp = json.loads((folder / "stamp.json").read_text(encoding="utf-8"))
+            return stamp if isinstance(stamp, dict) else None
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+def _make(folder: Path, stamp: dict[str, Any]) -> None:
     train, validation = split(standard_library())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    work = folder.with_name(f".{secrets.token_hex(8)}.part")
+    work.mkdir(parents=True)
     try:
         _write_jsonl(work / "train.jsonl", train)
         _write_jsonl(work / "validation.jsonl", validation)
         _write_tokenizer(work, train)
-        (work / "stamp.json").write_text(json.dumps(stamp, indent=2) + "\n")
-        work.chmod(0o755)
-        if stamp_file.is_file():
+        write_text(work / "stamp.json", json.dumps(stamp, indent=2) + "\n")
+        if (folder / "stamp.json").is_file():
             # Out of the way whole, so that an interruption leaves no half of an old corpus.
             os.replace(folder, work / "old")
         os.replace(work, folder)
         shutil.rmtree(folder / "old", ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return True
 
 
 def standard_library() -> list[Document]:
@@ -152,10 +179,23 @@ def load_documents(folder: str, *, part: str) -> Dataset:
             f"no corpus at {folder}: make it with `python -m torchtitan_ext.corpus --output "
             f"{folder}`, or set dataloader.dataset_path to the folder of one"
         )
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    with path.open("rb") as lines:
+        rows = [_row(path, number, line) for number, line in enumerate(lines, start=1)]
     features = Features({"name": Value("string"), "text": Value("string")})
     return Dataset.from_list(rows, features=features)
+
+
+def _row(path: Path, number: int, line: bytes) -> dict[str, str]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    if not isinstance(row, dict) or [type(row.get(k)) for k in ("name", "text")] != [str, str]:
+        raise ValueError(
+            f'{path}, line {number}: due is {{"name": "...", "text": "..."}}. Delete the folder, '
+            f"and make it again with `python -m torchtitan_ext.corpus --output {path.parent}`"
+        )
+    return {"name": row["name"], "text": row["text"]}
 
 
 def _text(sample: dict[str, Any]) -> str:
@@ -200,9 +240,8 @@ def _stamp() -> dict[str, Any]:
 
 
 def _write_jsonl(path: Path, documents: Iterable[Document]) -> None:
-    with path.open("w", encoding="utf-8") as out:
-        for document in documents:
-            out.write(json.dumps({"name": document.name, "text": document.text}) + "\n")
+    rows = ({"name": document.name, "text": document.text} for document in documents)
+    write_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _write_tokenizer(folder: Path, documents: Iterable[Document]) -> None:
@@ -213,23 +252,28 @@ def _write_tokenizer(folder: Path, documents: Iterable[Document]) -> None:
             break
         sample.append(document.text)
         chars += len(document.text)
-    train_tokenizer(sample).save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", train_tokenizer(sample).to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_text(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
-def main() -> None:
-    """Command line: make the corpus unless it is there, and say where."""
+def main() -> int:
+    """Command line: make the corpus unless it is there, and say where. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Make the corpus and its tokenizer.")
     parser.add_argument("--output", type=Path, default=Path("data/corpus"), help="folder to make")
     output: Path = parser.parse_args().output
-    print(f"{'made' if make_corpus(output) else 'found'} corpus in {output}")
+    try:
+        print(f"{'made' if make_corpus(output) else 'found'} corpus in {output}")
+    except (OSError, ValueError) as error:
+        print(f"torchtitan_ext.corpus: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

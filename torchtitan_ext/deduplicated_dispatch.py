@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torchtitan.config import derive, override
@@ -76,7 +77,7 @@ class DeduplicatingTokenDispatcher(AllToAllTokenDispatcher):
         dispatched = dispatch(
             x_TD,
             topk_scores_TK,
-            topk_expert_ids_TK if slots_E is None else slots_E[topk_expert_ids_TK],
+            topk_expert_ids_TK if slots_E is None else _slots(topk_expert_ids_TK, slots_E),
             self.num_experts,
             self.levels,
             self.hooks.count,
@@ -89,6 +90,13 @@ class DeduplicatingTokenDispatcher(AllToAllTokenDispatcher):
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
         """(T, D) sums of what each rank gives back for this rank's tokens."""
         return combine(routed_output_RD, metadata, self.hooks.count)
+
+
+def _slots(ids_TK: Tensor, slots_E: Tensor) -> Tensor:
+    """(T, K) the slot of each expert; of one that does not exist its number, which `dispatch`
+    refuses on every rank alike."""
+    existing_TK = ids_TK.clamp(0, len(slots_E) - 1)
+    return torch.where(ids_TK == existing_TK, slots_E[existing_TK], ids_TK)
 
 
 class DeduplicatedExperts(GroupedExperts):

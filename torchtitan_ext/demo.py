@@ -19,6 +19,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import SignalException
 from tqdm import tqdm
 
+from narrowcast.experts.files import write_text
 from torchtitan_ext.comparison import Job, RunSummary, Summary, compare, short_number, tables
 from torchtitan_ext.runs import Run, RunError, read_run, train
 
@@ -114,7 +115,7 @@ def run_demo(
         reference = runs[job.equal_to] if job.equal_to else plain
         summaries.append(compare(job, run, plain, reference, WORLD_SIZE))
     summary = Summary(_commit(), WORLD_SIZE, plain.parameter_count, summaries)
-    (output / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
+    write_text(output / "summary.json", json.dumps(asdict(summary), indent=1) + "\n")
     return summary
 
 
@@ -161,7 +162,7 @@ def main() -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         summary = run_demo(treatments=treatments, output=args.output, **quick)
-    except (RunError, ValueError) as error:
+    except (RunError, ValueError, OSError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
     except (KeyboardInterrupt, SignalException):

@@ -151,7 +151,7 @@ class PlacementRun:
             placement.check(
                 **{k: self._model[k] for k in ("model", "layers", "num_experts", "num_ranks")}
             )
-            return placement
+            return placement.in_order(self._model["layers"])
 
         placement = from_first_rank(read, what)
         if self._config.file and placement.num_nodes != self._config.nodes:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowcast import figures
-from narrowcast.experts.files import check_writable
+from narrowcast.experts.files import check_writable, write_text
 from torchtitan_ext.recommendation import recommend
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def main(flags: list[str] | None = None) -> None:
 def write(measured: dict[str, Any], folder: Path) -> str:
     """Writes a profile and its figures, and returns what to tell of them."""
     file = folder / "profile.json"
-    file.write_text(json.dumps(measured, indent=1, allow_nan=False) + "\n")
+    write_text(file, json.dumps(measured, indent=1, allow_nan=False) + "\n")
     drawn = figures.draw(measured, folder)
     recommended = measured["recommendation"]
     return (

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.allgather.selection import Choice, Group
+from narrowcast.experts.files import write_text
 from torchtitan_ext.link_benchmark import measure
 
 STEPS = 10
@@ -137,8 +138,7 @@ def main() -> None:
             f"{largest:,} parameters; medians of {STEPS} steps\n\n{table(rows)}"
         )
         output = Path("outputs") / "selection_benchmark.json"
-        output.parent.mkdir(exist_ok=True)
-        output.write_text(json.dumps(rows, indent=1) + "\n")
+        write_text(output, json.dumps(rows, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Literal, get_origin
 
+from narrowcast.experts.files import write_text
 from torchtitan_ext.config import NarrowcastConfig, allowed_values
 from torchtitan_ext.toml_writer import to_literal
 
@@ -57,4 +58,4 @@ def _docstrings(cls: type) -> dict[str, str]:
 
 if __name__ == "__main__":
     page = Path(sys.argv[1])
-    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+    write_text(page, with_tables(page.read_text(encoding="utf-8")))

@@ -2,8 +2,10 @@
 out what pays for a training job."""
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -43,10 +45,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.run is _profile:
             return _profile(arguments, flags)
         arguments.run(arguments)
+        sys.stdout.flush()
     except (OSError, ValueError, ImportError) as error:
-        print(f"narrowcast: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, BrokenPipeError):  # the reader has enough, as `head`
+            _write_no_more()
+            return 2
+        if isinstance(error, OSError) and error.strerror and error.filename is None:
+            # Files are named by those who write them.
+            text = f"standard output cannot be written: {error.strerror}"
+            _write_no_more()
+        print(f"narrowcast: {' '.join(text.split())}", file=sys.stderr)
         return 2
     return 0
+
+
+def _write_no_more() -> None:
+    """Python would try again what could not be written, when it ends."""
+    with contextlib.suppress(OSError, ValueError):  # in-memory streams have no number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,13 +99,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     planner.add_argument("--restarts", type=int, default=4, help="seeded starts of rows (4)")
     planner.add_argument("--seed", type=int, default=0)
-    planner.add_argument("--output", type=Path, required=True, metavar="FILE")
+    planner.add_argument(
+        "--output", metavar="FILE", help="for the plan; - for standard output; by default none"
+    )
 
     judge = placement_verbs.add_parser("show", help="judge a placement by a trace")
     judge.set_defaults(run=_show_placement)
     judge.add_argument("trace", type=Path, metavar="TRACE")
     judge.add_argument("placement", type=Path, metavar="PLACEMENT")
-    judge.add_argument("--heatmap", type=Path, metavar="FILE.png", help="draw co-selections")
+    judge.add_argument("--heatmap", metavar="FILE.png", help="draw co-selections")
     judge.add_argument("--layer", metavar="NAME", help="to draw; by default the first")
 
     profile = nouns.add_parser(
@@ -144,7 +163,9 @@ def _show_trace(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     trace = load_trace(arguments.trace)
-    check_writable(arguments.output)
+    to_stdout = arguments.output == "-"
+    if arguments.output and not to_stdout:
+        check_writable(Path(arguments.output))
     placement = plan(
         trace,
         arguments.ranks,
@@ -157,20 +178,31 @@ def _plan(arguments: argparse.Namespace) -> None:
         progress=True,
     )
     fitted, held_out = trace.split(HELD_OUT)
-    print(_head(trace))
-    print(f"Fitted on {fitted.num_tokens} tokens, judged on the later {held_out.num_tokens}")
-    print(f"{_before_and_after(held_out, placement)}\n")
-    placement.save(arguments.output)
-    print(f"Wrote {arguments.output}")
+    table = sys.stderr if to_stdout else sys.stdout
+    print(_head(trace), file=table)
+    print(
+        f"Fitted on {fitted.num_tokens} tokens, judged on the later {held_out.num_tokens}",
+        file=table,
+    )
+    print(_before_and_after(held_out, placement), file=table)
+    if to_stdout:
+        sys.stdout.write(placement.as_json())
+    elif arguments.output:
+        placement.save(arguments.output)
+        print(f"\nWrote {arguments.output}")
     _warn_of_load(trace, fitted, placement, arguments.max_load)
 
 
 def _show_placement(arguments: argparse.Namespace) -> None:
     trace = load_trace(arguments.trace)
     placement = load_placement(arguments.placement)
-    table = _before_and_after(trace, placement)
     if arguments.layer and not arguments.heatmap:
         raise ValueError(f"--layer {arguments.layer} is drawn by --heatmap FILE.png: give both")
+    if arguments.heatmap == "-":
+        raise ValueError("--heatmap -: a picture goes to a file, FILE.png")
+    if arguments.heatmap:
+        check_writable(Path(arguments.heatmap))
+    table = _before_and_after(trace, placement)
     if arguments.heatmap:
         layer = arguments.layer or trace.layers[0]
         coselection_heatmap(trace, placement, layer, arguments.heatmap)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from narrowcast.experts.files import whole
+
 _COLORS = {
     "all": "black",
     "expert_ffn": "tab:blue",
@@ -75,7 +77,8 @@ def _write(profile: dict[str, Any], draw_figure: Callable[[dict, Any], None], pa
         size=7,
         color="tab:gray",
     )
-    figure.savefig(path, format="png", bbox_inches="tight")
+    with whole(path) as unfinished:
+        figure.savefig(unfinished, format="png", bbox_inches="tight")
     return path
 
 

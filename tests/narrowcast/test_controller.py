@@ -341,6 +341,34 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     )
 
 
+def _reported_on_a_full_disk(folder: Path) -> list[str]:
+    """What is warned of. Files take their first bytes, and no more."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.write_bytes(text[:1].encode())
+        raise OSError(28, "No space left on device")
+
+    logger = logging.getLogger("narrowcast.allgather.controller")
+    logger.addHandler(handler)
+    try:
+        with patch.object(Path, "write_text", full):
+            _report(folder)
+    finally:
+        logger.removeHandler(handler)
+    return [text for text in warnings if "report is not written" in text]
+
+
+def test_a_full_disk_leaves_no_part_of_a_report_and_training_goes_on(ranks, tmp_path) -> None:
+    first, second = ranks(2).run(_reported_on_a_full_disk, tmp_path)
+    (warning,) = first  # said once
+    assert f"{tmp_path / 'calibration.json'} cannot be written: No space left" in warning
+    assert second == []
+    assert not list(tmp_path.iterdir())
+
+
 def _fail_to_solve(_: None) -> tuple[set[str], bool]:
     def fail(*_: Any) -> None:
         raise RuntimeError("no solution")

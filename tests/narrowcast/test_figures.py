@@ -106,6 +106,24 @@ def test_what_was_not_seen_is_left_out(tmp_path: Path) -> None:
     assert len(draw(profile, tmp_path)) == 5
 
 
+def test_a_full_disk_leaves_the_older_figure_and_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    draw(PROFILE, tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def half(figure: Figure, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Figure, "savefig", half)
+    with pytest.raises(OSError, match=r"figure_1\.png cannot be written: No space left"):
+        draw(PROFILE, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_without_matplotlib_it_is_said_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

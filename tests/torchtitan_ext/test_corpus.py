@@ -149,6 +149,50 @@ def test_an_interruption_leaves_nothing_behind_and_the_next_call_succeeds(
     assert _contents(tmp_path / "corpus").keys() == FILES
 
 
+def test_a_link_to_a_folder_stays_and_the_corpus_is_made_there(small, tmp_path):
+    far = tmp_path / "far"
+    far.mkdir()
+    (tmp_path / "corpus").symlink_to("far")
+    assert corpus.make_corpus(tmp_path / "corpus")
+    (far / "stamp.json").write_text('{"python": "3.0.0"}')
+    assert corpus.make_corpus(tmp_path / "corpus")
+    assert (tmp_path / "corpus").readlink() == Path("far")
+    assert _contents(far).keys() == FILES
+    assert {path.name for path in tmp_path.iterdir()} == {"corpus", "far"}
+
+
+def test_a_full_disk_leaves_nothing_and_names_the_folder(small, tmp_path, monkeypatch, capsys):
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("sys.argv", ["corpus", "--output", str(tmp_path / "corpus")])
+    assert corpus.main() == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"torchtitan_ext.corpus: corpus folder {tmp_path / 'corpus'} cannot be")
+    assert "No space left on device" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stamp", ["{", "[]", '{"python": "3.0.0"}'])
+def test_a_folder_of_something_else_is_kept_whatever_its_stamp(small, tmp_path, stamp):
+    (tmp_path / "stamp.json").write_text(stamp)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="holds files that are no corpus"):
+        corpus.make_corpus(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"[]", b'{"name": "a"}', b'{"name": "a", "text": 1}', b"\xff", b""], ids=repr
+)
+def test_a_damaged_line_is_named(tmp_path, line):
+    good = b'{"name": "a", "text": "b"}\n'
+    (tmp_path / "train.jsonl").write_bytes(good + line + b"\n" + good)
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: due is"):
+        corpus.load_documents(str(tmp_path), part="train")
+
+
 def test_a_folder_with_other_files_is_refused_and_kept(small, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match="holds files that are no corpus"):

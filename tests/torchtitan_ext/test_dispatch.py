@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.experts.routing_error import RoutingError
 from narrowcast.volume import Ledger, reduce_over_ranks
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
@@ -107,6 +108,33 @@ def test_recomputed_tokens_go_the_same_way(ranks, folder: Path, kind: str) -> No
         assert all(new > old for new, old in zip(recomputed, kept, strict=True))
 
 
+def _wrong_expert(expert_id: int) -> str:
+    """What a placed dispatcher raises where one rank's router names an expert so."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from torchtitan_ext.deduplicated_dispatch import DeduplicatingTokenDispatcher
+
+    dispatcher = DeduplicatingTokenDispatcher.Config(num_experts=4, top_k=2).build()
+    dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+    dispatcher.hooks.slots_E = torch.tensor([2, 0, 3, 1])
+    ids_TK = torch.tensor([[0, 1], [2, 3], [1, 0]])
+    if dist.get_rank() == 1:
+        ids_TK[1, 1] = expert_id
+    with pytest.raises(RoutingError) as raised:
+        dispatcher.dispatch(torch.ones(3, 8), torch.ones(3, 2), ids_TK, torch.ones(4))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, where"), (4, "slot 4, where")]
+)
+def test_an_expert_that_cannot_be_is_told_on_every_rank(ranks, expert_id: int, named: str) -> None:
+    """Under a placement, whose table of slots is no place to look such experts up."""
+    one, other = ranks(2).run(_wrong_expert, expert_id)
+    assert one == other
+    assert one.startswith(f"rank 1: token 1 is routed to {named}")
+
+
 def test_shared_experts_are_computed_while_rows_are_under_way(ranks, folder: Path) -> None:
     """Once in a forward, between departure and arrival; in backward their gradients too."""
     flags = (*EP2, *DEDUPLICATED, "--training.steps", "1")
@@ -170,7 +198,7 @@ def test_the_ledger_counts_what_the_trace_says(ranks, folder: Path) -> None:
     trace, metrics = traces["once"], runs["once"][0].metrics[0]
     there_R, back_R = _rows_by_rank(trace)
     token_bytes, message_bytes, gradient_bytes = 48 * 2, 112, 112  # 48 bf16, 2 fp32, 2 ids: to 16
-    counts = 2 * 3 * 16
+    counts = 2 * 3 * 24
     dispatch_R = there_R * message_bytes + back_R * gradient_bytes + counts
     assert metrics["narrowcast/bytes/dispatch"] == dispatch_R.max()
     assert metrics["narrowcast/bytes/combine"] == ((there_R + back_R) * token_bytes).max()

@@ -27,6 +27,7 @@ from narrowcast.allgather.observation import ALL, TREATMENTS, Observer, Seen, su
 from narrowcast.allgather.selection import Strategy
 from narrowcast.allgather.wire import SettingsError
 from narrowcast.changes import Changes, shard_type
+from narrowcast.experts.files import write_text
 from narrowcast.failure import Job
 from narrowcast.reducescatter import gain as gradient_gain
 from narrowcast.reducescatter.gain import GradientWatch, Reduction
@@ -469,8 +470,7 @@ class Controller:
             return
         stage = f"-rank-{self._leader}" if self._leader else ""
         try:
-            self._rules.report.mkdir(parents=True, exist_ok=True)
-            (self._rules.report / f"{name}{stage}{suffix}").write_text(text)
+            write_text(self._rules.report / f"{name}{stage}{suffix}", text)
         except OSError as error:
             logger.warning(
                 "narrowcast: the report is not written: %s. Give a folder that can be", error

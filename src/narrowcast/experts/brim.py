@@ -78,7 +78,7 @@ class Assignments:
     @property
     def wide_NK(self) -> Tensor:
         """(N, K) the wide row of each assignment; of no meaning where it has none."""
-        wide_M = torch.empty_like(self.wide_order_M)
+        wide_M = torch.zeros_like(self.wide_order_M)
         wide_M[self.wide_order_M] = torch.arange(len(wide_M), device=wide_M.device)
         index_K = torch.arange(self.block_NK.shape[1], device=wide_M.device)
         return wide_M.view_as(self.block_NK).gather(1, index_K - self.place_NK)
@@ -121,7 +121,7 @@ def build_brim(assigned: Assignments, num_wide: int) -> Brim:
     # The first assignments in a row and block, row by row; the others go to one place at the end.
     rank_M = assigned.first_NK.flatten().cumsum(0) - 1
     place_M = rank_M.masked_fill(~assigned.first_NK.flatten(), num_wide)
-    wide_W = order_W.new_empty(num_wide + 1).scatter_(0, place_M, assigned.wide_NK.flatten())
+    wide_W = order_W.new_zeros(num_wide + 1).scatter_(0, place_M, assigned.wide_NK.flatten())
     ends_N = assigned.first_NK.sum(dim=1).cumsum(0)
     starts_N = ends_N - assigned.first_NK.sum(dim=1)
     return Brim(source_W, wide_W[:num_wide], starts_N, entry_W)

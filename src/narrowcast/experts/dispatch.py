@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.experts.brim import Brim, assign, build_brim, merge_rows, scatter_rows
+from narrowcast.experts.routing_error import agreed, argument_error, first_fault, has_faults
+from narrowcast.experts.row_layout import RowLayout
 from narrowcast.experts.swiglu import ExpertRows
 from narrowcast.torch_internals import finish_all_to_all, start_all_to_all
-
-_ROW_ALIGNMENT = 16  # bytes: a GPU's widest load
 
 Counter = Callable[[str, int, int, int], None]
 """Is called with "dispatch" or "combine", the rows and the bytes that this rank sends to others,
@@ -43,73 +43,6 @@ and the bytes that plain expert parallelism would send for the same tokens."""
 
 def count_nothing(collective: str, rows: int, sent_bytes: int, plain_bytes: int) -> None:
     """A `Counter` that does not count."""
-
-
-@dataclass(frozen=True)
-class RowLayout:
-    """How a row that crosses lies in bytes.
-
-    Attributes:
-        dim, dtype: of the token.
-        places: J, experts and probabilities that go with it.
-        num_ids: experts at the other end; 0 where none are sent (gradients).
-    """
-
-    dim: int
-    dtype: torch.dtype
-    places: int
-    num_ids: int
-
-    @property
-    def id_dtype(self) -> torch.dtype:
-        return torch.uint8 if self.num_ids <= 255 else torch.int16
-
-    @property
-    def token_nbytes(self) -> int:
-        """Of the token alone."""
-        return self.dim * self.dtype.itemsize
-
-    @property
-    def prob_start(self) -> int:
-        return _rounded_up(self.token_nbytes, 4)
-
-    @property
-    def id_start(self) -> int:
-        return self.prob_start + 4 * self.places
-
-    @property
-    def nbytes(self) -> int:
-        id_bytes = self.places * self.id_dtype.itemsize if self.num_ids else 0
-        return _rounded_up(self.id_start + id_bytes, _ROW_ALIGNMENT)
-
-    def pack(self, x_SD: Tensor, prob_SJ: Tensor, id_SJ: Tensor | None = None) -> Tensor:
-        """(S, nbytes) uint8."""
-        message = x_SD.new_zeros(len(x_SD), self.nbytes, dtype=torch.uint8)
-        self._x(message).copy_(x_SD)
-        self._prob(message).copy_(prob_SJ)
-        if id_SJ is not None:
-            self._id(message).copy_(id_SJ)
-        return message
-
-    def unpack(self, message: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The token rows (S, D) and probabilities (S, J) of a message, as views of it, and its
-        experts (S, J) int64."""
-        id_SJ = self._id(message).long() if self.num_ids else None
-        return self._x(message), self._prob(message), id_SJ
-
-    def _x(self, message: Tensor) -> Tensor:
-        return message[:, : self.token_nbytes].view(self.dtype)
-
-    def _prob(self, message: Tensor) -> Tensor:
-        return message[:, self.prob_start : self.id_start].view(torch.float32)
-
-    def _id(self, message: Tensor) -> Tensor:
-        end = self.id_start + self.places * self.id_dtype.itemsize
-        return message[:, self.id_start : end].view(self.id_dtype)
-
-
-def _rounded_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 @dataclass(frozen=True)
@@ -192,11 +125,13 @@ class _Route:
 
 def _route(
     slot_TK: Tensor,
+    is_faulty: Tensor,
     num_slots: int,
     level: Level,
     layout: RowLayout,
     on_sent: Callable[[], None],
-) -> _Route:
+) -> _Route | None:
+    """None on every rank of the group if `is_faulty` () on any."""
     num_blocks = level.group.size()
     slots_per_block = num_slots // num_blocks
     assigned = assign(slot_TK // slots_per_block, num_blocks)
@@ -204,11 +139,13 @@ def _route(
     rank_M = (slot_TK // (slots_per_block // level.ranks)).flatten()
     by_rank.scatter_add_(0, rank_M, torch.ones_like(rank_M))
     counts = [assigned.counts_B[:, None], by_rank[:-1].view(num_blocks, level.ranks)]
-    sent_BC = torch.cat(counts, dim=1)
+    sent_BC = torch.cat([*counts, is_faulty.long().expand(num_blocks, 1)], dim=1)
     ones = [1] * num_blocks
     received_BC = finish_all_to_all(start_all_to_all(sent_BC, ones, ones, level.group, on_sent))
     # The one place that waits for the device.
     sent_counts, received_counts = torch.stack([sent_BC, received_BC]).tolist()
+    if any(row.pop() for row in (*sent_counts, *received_counts)):
+        return None
     sent, received = [row[0] for row in sent_counts], [row[0] for row in received_counts]
     brim = build_brim(assigned, sum(sent))
     crossing = Crossing(
@@ -224,8 +161,18 @@ def _route(
     # Sorted by rank, as they are assigned; then as the router has them.
     place_TK = assigned.wide_NK * layout.places + assigned.place_NK
     place_TK = place_TK.masked_fill_(assigned.block_NK == num_blocks, sum(sent) * layout.places)
-    place_TK = torch.empty_like(place_TK).scatter_(1, assigned.order_NK, place_TK)
+    place_TK = torch.zeros_like(place_TK).scatter_(1, assigned.order_NK, place_TK)
     return _Route(crossing, brim, place_TK)
+
+
+def _with_plain_rows(last: _Route, first: Crossing) -> _Route:
+    """The last route, which knows what plain expert parallelism would send in its place."""
+    crossing = replace(
+        last.crossing,
+        plain_sent=first.assignments - first.local_assignments,
+        plain_received=last.crossing.received_assignments - first.local_assignments,
+    )
+    return replace(last, crossing=crossing)
 
 
 def _spread(values_TK: Tensor, place_TK: Tensor, num_rows: int, places: int, fill: int) -> Tensor:
@@ -397,37 +344,48 @@ def dispatch(
 
     Raises:
         ValueError: slots do not divide over the ranks.
+        RoutingError: on every rank of the levels' groups, if a token of any names a slot twice or
+            one that does not exist, or if a rank's tokens, probabilities and slots are of shapes or
+            dtypes that do not go together.
     """
-    routes = []
+    routes, all_slots = [], num_slots
     num_ranks = math.prod(level.group.size() for level in levels)
     if num_slots % num_ranks:
         raise ValueError(f"{num_slots} slots do not divide over {num_ranks} expert-parallel ranks")
+    error = argument_error(x_TD, prob_TK, slot_TK)
+    if error is not None:  # no token goes anywhere, but the others must hear of it
+        x_TD, prob_TK, slot_TK = (of.new_zeros(0, 1) for of in (x_TD, prob_TK, slot_TK))
     x, prob, slot = x_TD, prob_TK, slot_TK.long()
+    is_faulty = has_faults(slot, num_slots) | (error is not None)
+    slot = torch.where(is_faulty, num_slots, slot)
     for number, level in enumerate(levels):
+        is_last = number == len(levels) - 1
         slots_per_block = num_slots // level.group.size()
         places = min(slot.shape[1], slots_per_block)
         layout = RowLayout(x.shape[1], x.dtype, places, slots_per_block)
         with torch.no_grad():
             # Plain expert parallelism exchanges a count for each slot, where this is the last one.
             plain_bytes = 8 * slots_per_block * (num_ranks - 1) if level.ranks == 1 else 0
-            count_bytes = 8 * (1 + level.ranks) * (level.group.size() - 1)
+            count_bytes = 8 * (2 + level.ranks) * (level.group.size() - 1)
             on_sent = functools.partial(count, "dispatch", 0, count_bytes, plain_bytes)
-            route = _route(slot, num_slots, level, layout, on_sent)
+            route = _route(slot, is_faulty, num_slots, level, layout, on_sent)
+        num_slots = slots_per_block
+        if route is None:
+            error = agreed(error or first_fault(slot_TK, all_slots), level.group, x.device)
+            if is_last:
+                raise error
+            # The ranks that the next level goes to have not heard of it.
+            x, prob, slot, is_faulty = x[:0], prob[:0], slot[:0], torch.ones_like(is_faulty)
+            continue
+        if is_last:
+            route = _with_plain_rows(route, (routes or [route])[0].crossing)
         routes.append(route)
-        if number == len(levels) - 1:
-            first, last = routes[0].crossing, route.crossing
-            crossing = replace(
-                last,
-                plain_sent=first.assignments - first.local_assignments,
-                plain_received=last.received_assignments - first.local_assignments,
-            )
-            route = routes[-1] = replace(route, crossing=crossing)
         flight = _Flight()
         link = _Depart.apply(x, prob, slot % slots_per_block, route, flight, count)
         if number == 0 and meanwhile is not None:
             meanwhile()
         x, prob, slot = _Arrive.apply(link, route.crossing, flight, count)
-        num_slots = slots_per_block
+        is_faulty = torch.zeros_like(is_faulty)
     with torch.no_grad():
         assigned = assign(slot, num_slots)
         brim = build_brim(assigned, routes[-1].crossing.received_assignments)

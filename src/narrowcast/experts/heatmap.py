@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from narrowcast.experts.correlation import coselection, normalized
+from narrowcast.experts.files import whole
 from narrowcast.experts.placement import Placement
 from narrowcast.experts.routing import RoutingTrace
 
@@ -35,7 +36,7 @@ def coselection_heatmap(
         raise ValueError(f"there is no layer {layer}: there are {', '.join(trace.layers)}")
     index = trace.layers.index(layer)
     graph_EE = normalized(coselection(trace.ids_LTK[index], trace.num_experts))
-    expert_E = placement.experts_LE[index]
+    expert_E = placement.in_order(trace.layers).experts_LE[index]
     before = ("before: contiguous", graph_EE)
     after = (f"after: {placement.method}", graph_EE[expert_E][:, expert_E])
     size = trace.num_experts // placement.num_ranks
@@ -53,4 +54,5 @@ def coselection_heatmap(
             axes.axvline(rank * size - 0.5, color="white", linewidth=0.5)
         axes.set(title=title, xlabel="slot", ylabel="slot")
     figure.colorbar(image, ax=panels, label="co-selections over the most frequent pair's")
-    figure.savefig(path, format="png")
+    with whole(Path(path)) as unfinished:
+        figure.savefig(unfinished, format="png")

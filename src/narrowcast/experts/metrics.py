@@ -203,6 +203,7 @@ def measure(trace: RoutingTrace, placement: Placement) -> list[PlacementMetrics]
         num_experts=trace.num_experts,
         num_ranks=placement.num_ranks,
     )
+    placement = placement.in_order(trace.layers)
     ranks, nodes = placement.num_ranks, placement.num_nodes
     layers = zip(trace.layers, trace.ids_LTK, placement.ranks_LE, strict=True)
     home_T = trace.rank_T % ranks

@@ -5,17 +5,28 @@ lives in slot i (contiguous). A placement only renumbers: routers and parameters
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowcast.experts.files import whole
+from narrowcast.experts.files import write_text
+from narrowcast.experts.reading import (
+    field,
+    first_twice,
+    is_integer,
+    is_name,
+    kind_of,
+    parse_json,
+    shown,
+)
 
 FORMAT = "narrowcast.placement"
 VERSION = 1
+_MOST = 1 << 15  # experts
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ class Placement:
     def check(
         self, *, model: str, layers: tuple[str, ...], num_experts: int, num_ranks: int
     ) -> None:
-        """Raise a ValueError, with both values, if this was made for something else."""
+        """Raise a ValueError, with both values, if this was made for something else. The order of
+        the layers is free: they go by their names."""
         check_made_for("placement", self, model=model, layers=layers, num_experts=num_experts)
         if self.num_ranks != num_ranks:
             raise ValueError(
@@ -64,7 +76,18 @@ class Placement:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all."""
+        """Write it as JSON, whole or not at all.
+
+        Raises:
+            ValueError: it could not be read again.
+            OSError: it cannot be written; the message names it.
+        """
+        write_text(Path(path), self.as_json())
+
+    def as_json(self) -> str:
+        """What the file holds. Raises a ValueError if it could not be read again."""
+        if (twice := first_twice(self.layers)) is not None:
+            raise ValueError(f"the placement has layer {twice} twice: due are names that differ")
         described = {
             "format": FORMAT,
             "version": VERSION,
@@ -75,8 +98,13 @@ class Placement:
             "method": self.method,
             "experts_by_slot": dict(zip(self.layers, self.experts_LE.tolist(), strict=True)),
         }
-        with whole(Path(path)) as unfinished:
-            unfinished.write_text(_one_layer_a_line(described))
+        _of_json(described)
+        return _one_layer_a_line(described)
+
+    def in_order(self, layers: Sequence[str]) -> "Placement":
+        """The same placement with its layers in another order."""
+        index = [self.layers.index(layer) for layer in layers]
+        return replace(self, layers=tuple(layers), experts_LE=self.experts_LE[index])
 
 
 def contiguous(
@@ -90,7 +118,8 @@ def contiguous(
 def check_made_for(
     what: str, made: Any, *, model: str, layers: tuple[str, ...], num_experts: int
 ) -> None:
-    """Raise a ValueError, with both values, if a trace or placement is of another model.
+    """Raise a ValueError, with both values, if a trace or placement is of another model, whatever
+    the order of its layers.
 
     Args:
         what: its name in the message.
@@ -102,6 +131,8 @@ def check_made_for(
         "MoE layers": (", ".join(made.layers), ", ".join(layers)),
         "number of experts": (made.num_experts, num_experts),
     }
+    if sorted(made.layers) == sorted(layers):
+        del compared["MoE layers"]
     for name, (there, here) in compared.items():
         if there != here:
             raise ValueError(
@@ -122,40 +153,73 @@ def load_placement(path: str | Path) -> Placement:
         FileNotFoundError: there is no such file.
         ValueError: it is no placement, of another version, or damaged.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: there is no such placement")
     try:
-        described = json.loads(Path(path).read_text())
-        if described["format"] != FORMAT or described["version"] != VERSION:
-            raise ValueError(f"it is {described['format']} version {described['version']}")
-        layers = described["experts_by_slot"]
-        placement = Placement(
-            model=described["model"],
-            layers=tuple(layers),
-            num_ranks=described["num_ranks"],
-            num_nodes=described["num_nodes"],
-            method=described["method"],
-            experts_LE=torch.tensor(list(layers.values()), dtype=torch.int64),
-        )
-        _check_permutations(placement, described["num_experts"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = kind_of(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path}: there is no such placement") from None
+    try:
+        if kind != "text" and "JSON" not in kind:
+            raise ValueError(f"it is {kind}, due is the JSON that `placement plan` writes")
+        return _of_json(parse_json(Path(path).read_text(encoding="utf-8")))
+    except ValueError as error:
         raise ValueError(
             f"{path} is no {FORMAT} of version {VERSION}: {error}. Plan it again"
         ) from error
-    return placement
 
 
-def _check_permutations(placement: Placement, num_experts: int) -> None:
-    if placement.experts_LE.ndim != 2 or placement.num_experts != num_experts:
-        raise ValueError(f"its layers do not list {num_experts} experts each")
-    counts = (num_experts, placement.num_ranks, placement.num_nodes)
-    if not all(type(count) is int and count > 0 for count in counts):
-        raise ValueError(f"{counts} experts, ranks and nodes are not all positive integers")
-    if num_experts % placement.num_ranks or placement.num_ranks % placement.num_nodes:
-        raise ValueError("{} experts, {} ranks and {} nodes do not divide".format(*counts))
-    for name, experts_E in zip(placement.layers, placement.experts_LE, strict=True):
-        if not torch.equal(experts_E.sort().values, torch.arange(num_experts)):
-            raise ValueError(f"{name} does not hold every expert once")
+def _of_json(described: Any) -> Placement:
+    """Raises a ValueError that names the field that is not what is due."""
+    if not isinstance(described, dict):
+        raise ValueError(f"it is {shown(described)}, due is an object")
+    field(described, "format", lambda v: v == FORMAT, f'"{FORMAT}"')
+    field(described, "version", lambda v: is_integer(v, VERSION, VERSION), str(VERSION))
+    num_experts = field(
+        described, "num_experts", lambda n: is_integer(n, 1, _MOST), f"an integer from 1 to {_MOST}"
+    )
+    num_ranks = field(
+        described,
+        "num_ranks",
+        lambda n: is_integer(n, 1, num_experts) and num_experts % n == 0,
+        f"an integer that divides num_experts, {num_experts}",
+    )
+    num_nodes = field(
+        described,
+        "num_nodes",
+        lambda n: is_integer(n, 1, num_ranks) and num_ranks % n == 0,
+        f"an integer that divides num_ranks, {num_ranks}",
+    )
+    layers = field(
+        described,
+        "experts_by_slot",
+        lambda v: isinstance(v, dict) and v and all(map(is_name, v)),
+        "an object, with a list of experts for each layer",
+    )
+    for name, experts in layers.items():
+        _check_experts(name, experts, num_experts)
+    return Placement(
+        model=field(described, "model", is_name, "the model's name"),
+        layers=tuple(layers),
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        method=field(described, "method", is_name, "the name of a method"),
+        experts_LE=torch.tensor(list(layers.values()), dtype=torch.int64),
+    )
+
+
+def _check_experts(layer: str, experts: Any, num_experts: int) -> None:
+    due = f"each of the {num_experts} experts once"
+    if not isinstance(experts, list):
+        raise ValueError(f"{layer} is {shown(experts)}, due is a list: {due}")
+    for slot, expert in enumerate(experts):
+        if not is_integer(expert, 0, num_experts - 1):
+            raise ValueError(
+                f"{layer} has {shown(expert)} in slot {slot}, due is an integer from 0 to "
+                f"{num_experts - 1}"
+            )
+    if (twice := first_twice(experts)) is not None:
+        raise ValueError(f"{layer} has expert {twice} twice, due is {due}")
+    if len(experts) != num_experts:
+        raise ValueError(f"{layer} has {len(experts)} experts, due is {due}")
 
 
 def _one_layer_a_line(described: dict) -> str:

@@ -1,6 +1,8 @@
 """The command `narrowcast`, from files to what it prints, writes and returns."""
 
+import errno
 import importlib
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 
 from narrowcast import cli
 from narrowcast.cli import main
+from narrowcast.experts import routing
 from narrowcast.experts.correlation import coselection
 from narrowcast.experts.placement import Placement, contiguous, load_placement
 from narrowcast.experts.planning import HELD_OUT
@@ -234,9 +237,129 @@ def test_a_placement_of_something_else_is_refused(other, message, trace_file, tm
 def test_a_file_of_another_kind_is_told_in_one_line(content, trace_file, tmp_path, capsys):
     path = tmp_path / "file"
     path.write_bytes(content)
-    assert f"{path} is damaged" in error_of(capsys, "trace", "show", path)
+    assert f"{path} is no routing trace: it is " in error_of(capsys, "trace", "show", path)
     error = error_of(capsys, "placement", "show", trace_file, path)
     assert f"{path} is no narrowcast.placement" in error
+
+
+def test_a_plan_without_output_is_shown_and_nothing_is_written(trace_file, tmp_path, capsys):
+    assert main(["placement", "plan", str(trace_file), "--ranks", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(shown)]
+    assert "Wrote" not in shown
+    assert [*tmp_path.iterdir()] == [trace_file]
+
+
+def test_a_plan_goes_to_standard_output_and_its_table_beside_it(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["placement", "plan", str(trace_file), "--ranks", "4", "--output", "-"]) == 0
+    captured = capsys.readouterr()
+    file = tmp_path / "placement.json"
+    file.write_text(captured.out)
+    assert load_placement(file).layers == LAYERS
+    assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(captured.err)]
+    assert "Wrote" not in captured.err
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.safetensors", "placement.json"}
+
+
+def test_a_plan_is_written_through_a_link_and_never_over_a_device(trace_file, tmp_path, capsys):
+    link, device = tmp_path / "link", tmp_path / "device"
+    link.symlink_to("placement.json")
+    device.symlink_to("/dev/null")
+    plan = ("placement", "plan", str(trace_file), "--ranks", "4", "--output")
+    assert main([*plan, str(link)]) == 0
+    assert link.is_symlink()
+    assert load_placement(tmp_path / "placement.json").layers == LAYERS
+    capsys.readouterr()
+    assert f"{device} cannot be written: it is a device" in error_of(capsys, *plan, device)
+    assert f"{tmp_path} cannot be written: it is a folder" in error_of(capsys, *plan, tmp_path)
+    best().save(tmp_path / "best.json")
+    show = ("placement", "show", trace_file, tmp_path / "best.json", "--heatmap")
+    assert f"{device} cannot be written: it is a device" in error_of(capsys, *show, device)
+    assert "a picture goes to a file" in error_of(capsys, *show, "-")
+    assert Path("/dev/null").is_char_device()
+
+
+class FullStream(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("output", [(), ("--output", "-")])
+def test_a_full_disk_behind_standard_output_is_told(trace_file, capsys, monkeypatch, output):
+    plan = ("placement", "plan", str(trace_file), "--ranks", "4", *output)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", FullStream())
+        assert main(plan) == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line == "narrowcast: standard output cannot be written: No space left on device"
+
+
+def test_a_full_disk_leaves_the_older_plan_and_is_told(trace_file, tmp_path, capsys, monkeypatch):
+    output = tmp_path / "placement.json"
+    best().save(output)
+    before = output.read_bytes()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for write in ("write_text", "chmod"):
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, write, full)
+            plan = ("placement", "plan", str(trace_file), "--ranks", "8", "--output", str(output))
+            assert main(plan) == 2
+        captured = capsys.readouterr()
+        assert "Wrote" not in captured.out
+        last_line = captured.err.splitlines()[-1]
+        assert last_line == f"narrowcast: {output} cannot be written: No space left on device"
+        assert output.read_bytes() == before
+        assert {path.name for path in tmp_path.iterdir()} == {trace_file.name, output.name}
+
+
+def test_a_placement_with_its_layers_in_another_order_is_judged_by_their_names(
+    trace_file, tmp_path, capsys
+):
+    shown = []
+    for number, placement in enumerate((best(), best().in_order(LAYERS[::-1]))):
+        file, picture = tmp_path / f"{number}.json", tmp_path / f"{number}.png"
+        placement.save(file)
+        arguments = ["placement", "show", trace_file, file, "--heatmap", picture]
+        assert main([str(argument) for argument in arguments]) == 0
+        shown.append((capsys.readouterr().out.replace(str(picture), ""), picture.read_bytes()))
+    assert shown[0] == shown[1]
+    assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(shown[0][0])]
+
+
+def test_a_folder_is_told_from_a_trace_and_from_a_placement(trace_file, tmp_path, capsys):
+    error = error_of(capsys, "trace", "show", tmp_path)
+    assert f"{tmp_path} is no routing trace: it is a folder, due is the safetensors file" in error
+    error = error_of(capsys, "placement", "show", trace_file, tmp_path)
+    assert "it is a folder, due is the JSON that" in error
+    error = error_of(capsys, "placement", "show", trace_file, trace_file)
+    assert "it is a safetensors file, due is the JSON that" in error
+
+
+def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    """Where today's writer would not write it."""
+    monkeypatch.setattr(routing, "_described", lambda _: None)
+    monkeypatch.setattr(routing, "_check_values", lambda _: None)
+    ids_LTK = make_trace().ids_LTK.clone()
+    ids_LTK[1, 5] = 3
+    replace(make_trace(), layers=("a", "a")).save(tmp_path / "layers twice")
+    replace(make_trace(), num_groups=3).save(tmp_path / "num_groups is 3")
+    replace(make_trace(), num_ranks="x").save(tmp_path / 'num_ranks is "x"')
+    replace(make_trace(), ids_LTK=ids_LTK).save(tmp_path / "expert 3 twice")
+    monkeypatch.undo()
+    for name in ("layers twice", "num_groups is 3", 'num_ranks is "x"', "expert 3 twice"):
+        plan = ("placement", "plan", tmp_path / name, "--ranks", "4", "--output", tmp_path / "p")
+        error = error_of(capsys, *plan)
+        assert f"{tmp_path / name} is damaged: " in error
+        assert name in error.replace("layers is", "layers twice")
+    assert not (tmp_path / "p").exists()
 
 
 def test_a_truncated_trace_is_told_in_one_line(trace_file, capsys):

@@ -101,16 +101,16 @@ def test_every_row_and_byte_is_counted_and_what_plain_expert_parallelism_would_s
         ranks_, nodes, within, copies = rows.values()
         there, back = copies.there * token, copies.back * token
         assert told["one level"] == [
-            ("dispatch", 0, 3 * 2 * 8, plain_counts),
+            ("dispatch", 0, 3 * 3 * 8, plain_counts),
             ("dispatch", ranks_.there, ranks_.there * row, there),
             ("combine", ranks_.back, ranks_.back * token, back),
             ("combine", ranks_.there, ranks_.there * token, there),
             ("dispatch", ranks_.back, ranks_.back * gradient_row[4], back),
         ]
         assert told["two levels"] == [
-            ("dispatch", 0, 3 * 8, 0),
+            ("dispatch", 0, 4 * 8, 0),
             ("dispatch", nodes.there, nodes.there * row, 0),
-            ("dispatch", 0, 2 * 8, plain_counts),
+            ("dispatch", 0, 3 * 8, plain_counts),
             ("dispatch", within.there, within.there * row, there),
             ("combine", within.back, within.back * token, back),
             ("combine", nodes.back, nodes.back * token, 0),

@@ -1,6 +1,7 @@
 """Placements: slots and ranks of experts, their file, and the refusal of what they are not for."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -70,7 +71,7 @@ def test_the_file_is_json_that_lists_the_experts_of_each_layer_by_slot(tmp_path)
 def test_a_failed_save_leaves_the_older_file_whole(tmp_path) -> None:
     PLACEMENT.save(tmp_path / "placement.json")
 
-    def full_disk(path: Path, text: str) -> None:
+    def full_disk(path: Path, text: str, **_: object) -> None:
         path.write_bytes(b"{")
         raise OSError("No space left on device")
 
@@ -111,47 +112,141 @@ def test_a_missing_file_is_named(tmp_path) -> None:
         load_placement(tmp_path / "gone.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"7", b"{}", b"\xff\xfe\x00"])
-def test_a_file_of_another_kind_is_refused(tmp_path, content) -> None:
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.json is no narrowcast\.placement of version 1: .*"):
+OTHER_FILES = {
+    "an empty file": b"",
+    "text": b"step 1: loss 7.5",
+    "binary data": b"\xff\xfe\x00",
+    "a file of torch.save": b"PK\x03\x04\x00\x00archive/data.pkl",
+    "an .npz of numpy.savez": b"PK\x03\x04\x00\x00a.npy",
+    "a safetensors file": b"\x08\0\0\0\0\0\0\0{}      ",
+    "a pickle": b"\x80\x04\x95",
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+    (tmp_path / "a.json").write_bytes(OTHER_FILES[kind])
+    with pytest.raises(ValueError, match=r"a\.json is no narrowcast\.placement of .*: ") as caught:
         load_placement(tmp_path / "a.json")
+    if kind != "text":  # which says where it is no JSON
+        assert f": it is {kind}, due is the JSON that `placement plan` writes" in str(caught.value)
+
+
+def test_a_folder_is_told(tmp_path) -> None:
+    with pytest.raises(ValueError, match="it is a folder, due is the JSON that"):
+        load_placement(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "key", ["format", "version", "model", "num_experts", "num_ranks", "num_nodes", "method"]
+    ("content", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it is [], due is an object"),
+        ("null", "it is null, due is an object"),
+        ("7", "it is 7, due is an object"),
+        ("{}", "it lacks 'format', due is \"narrowcast.placement\""),
+        ('{"calibration": 1, "seen": 2}', "it lacks 'format' (it has calibration, seen), due is"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"format": "a", "format": "narrowcast.placement"}', 'it has "format" twice'),
+        ('{"a": 1' + "0" * 5000 + "}", "Exceeds the limit"),
+    ],
+)
+def test_json_of_another_shape_is_told_with_what_is_due(tmp_path, content, message) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a\.json is no narrowcast\.placement of .*: ") as caught:
+        load_placement(tmp_path / "a.json")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "format",
+        "version",
+        "model",
+        "num_experts",
+        "num_ranks",
+        "num_nodes",
+        "method",
+        "experts_by_slot",
+    ],
 )
 def test_a_file_that_lacks_a_key_is_refused_with_its_name(tmp_path, key) -> None:
     PLACEMENT.save(tmp_path / "a.json")
     described = json.loads((tmp_path / "a.json").read_text())
     del described[key]
     (tmp_path / "a.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=rf"a\.json is no .*: '{key}'"):
+    with pytest.raises(ValueError, match=rf"a\.json is no .*: it lacks '{key}' .*due is"):
         load_placement(tmp_path / "a.json")
 
 
-DOUBLE = [0, 1, 2, 3, 4, 4]
+def test_a_layer_that_is_there_twice_is_refused(tmp_path) -> None:
+    PLACEMENT.save(tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text().replace(LAYERS[1], LAYERS[0])
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=r'it has "layers\.0\.moe" twice'):
+        load_placement(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"has layer layers\.0\.moe twice"):
+        replace(PLACEMENT, layers=LAYERS[:1] * 2).save(tmp_path / "b.json")
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path) -> None:
+    for wrong in (
+        replace(PLACEMENT, experts_LE=EXPERTS_LE + 0.5),
+        replace(PLACEMENT, experts_LE=EXPERTS_LE + 1),
+        replace(PLACEMENT, num_ranks=4),
+        replace(PLACEMENT, model=""),
+    ):
+        with pytest.raises(ValueError, match="due is"):
+            wrong.save(tmp_path / "a.json")
+    assert not list(tmp_path.iterdir())
+
+
+def of_a(*experts: object) -> dict:
+    return {"experts_by_slot": {"a": list(experts)}}
+
+
+INTEGER = "due is an integer from 0 to 5"
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "narrowcast.routing_trace"}, "it is narrowcast.routing_trace version 1"),
-        ({"version": 2}, "it is narrowcast.placement version 2"),
-        ({"experts_by_slot": {"a": DOUBLE}}, "a does not hold every expert once"),
-        ({"experts_by_slot": {"a": [1, 2, 3, 4, 5, 6]}}, "a does not hold every expert once"),
-        ({"experts_by_slot": {"a": [-1, 1, 2, 3, 4, 5]}}, "a does not hold every expert once"),
-        ({"experts_by_slot": {"a": [0, 1, 2]}}, "its layers do not list 6 experts each"),
-        ({"experts_by_slot": {"a": [0, 1], "b": [0]}}, ""),
-        ({"experts_by_slot": {"a": ["x"]}}, ""),
-        ({"experts_by_slot": {}}, "its layers do not list 6 experts each"),
-        ({"experts_by_slot": [[0, 1, 2, 3, 4, 5]]}, ""),
-        ({"num_experts": 8}, "its layers do not list 8 experts each"),
-        ({"num_ranks": 4}, "6 experts, 4 ranks and 1 nodes do not divide"),
-        ({"num_ranks": 0}, "(6, 0, 1) experts, ranks and nodes are not all positive"),
-        ({"num_ranks": "3"}, "(6, '3', 1) experts, ranks and nodes are not all positive"),
-        ({"num_ranks": -3}, "(6, -3, 1) experts, ranks and nodes are not all positive"),
-        ({"num_nodes": 2}, "6 experts, 3 ranks and 2 nodes do not divide"),
+        ({"format": "narrowcast.routing_trace"}, 'format is "narrowcast.routing_trace", due is'),
+        ({"version": 2}, "version is 2, due is 1"),
+        ({"version": True}, "version is true, due is 1"),
+        ({"version": "1"}, 'version is "1", due is 1'),
+        ({"model": None}, "model is null, due is the model's name"),
+        ({"model": 7}, "model is 7, due is"),
+        ({"model": "two\nlines"}, 'model is "two\\nlines", due is'),
+        ({"method": None}, "method is null, due is"),
+        (of_a(0, 1, 2, 3, 4, 4), "a has expert 4 twice, due is each of the 6 experts once"),
+        (of_a(1, 2, 3, 4, 5, 6), f"a has 6 in slot 5, {INTEGER}"),
+        (of_a(-1, 1, 2, 3, 4, 5), f"a has -1 in slot 0, {INTEGER}"),
+        (of_a(0, 1.5, 2, 3, 4, 5), f"a has 1.5 in slot 1, {INTEGER}"),
+        (of_a(0, 1.0, 2, 3, 4, 5), f"a has 1.0 in slot 1, {INTEGER}"),
+        (of_a(0, True, 2, 3, 4, 5), f"a has true in slot 1, {INTEGER}"),
+        (of_a(0, None, 2, 3, 4, 5), f"a has null in slot 1, {INTEGER}"),
+        (of_a(0, [1], 2, 3, 4, 5), f"a has [1] in slot 1, {INTEGER}"),
+        (of_a(0, math.nan, 2, 3, 4, 5), f"a has NaN in slot 1, {INTEGER}"),
+        (of_a(0, 10**30, 2, 3, 4, 5), f"a has {10**30} in slot 1, {INTEGER}"),
+        (of_a("x"), f'a has "x" in slot 0, {INTEGER}'),
+        (of_a(0, 1, 2), "a has 3 experts, due is each of the 6 experts once"),
+        ({"experts_by_slot": {"a": 3}}, "a is 3, due is a list: each of the 6 experts once"),
+        ({"experts_by_slot": {}}, "experts_by_slot is {}, due is an object"),
+        ({"experts_by_slot": {"": [0]}}, 'experts_by_slot is {"": [0]}, due is an object'),
+        ({"experts_by_slot": [[0, 1, 2, 3, 4, 5]]}, "experts_by_slot is [[0, 1, 2, 3, 4, 5]], due"),
+        ({"num_experts": 9}, "layers.0.moe has 6 experts, due is each of the 9 experts once"),
+        ({"num_experts": 6.0}, "num_experts is 6.0, due is an integer from 1 to"),
+        ({"num_experts": 10**12}, f"num_experts is {10**12}, due is an integer from 1 to"),
+        ({"num_ranks": 4}, "num_ranks is 4, due is an integer that divides num_experts, 6"),
+        ({"num_ranks": 0}, "num_ranks is 0, due is an integer that divides"),
+        ({"num_ranks": "3"}, 'num_ranks is "3", due is an integer that divides'),
+        ({"num_ranks": -3}, "num_ranks is -3, due is an integer that divides"),
+        ({"num_ranks": True}, "num_ranks is true, due is an integer that divides"),
+        ({"num_nodes": 2}, "num_nodes is 2, due is an integer that divides num_ranks, 3"),
+        ({"num_nodes": math.inf}, "num_nodes is Infinity, due is an integer that divides"),
     ],
 )
 def test_a_file_with_wrong_values_is_refused(tmp_path, changed, message) -> None:
@@ -161,3 +256,18 @@ def test_a_file_with_wrong_values_is_refused(tmp_path, changed, message) -> None
     with pytest.raises(ValueError, match=r"a\.json is no .*Plan it again") as caught:
         load_placement(tmp_path / "a.json")
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_others_write_beside_it_does_no_harm(tmp_path) -> None:
+    PLACEMENT.save(tmp_path / "a.json")
+    described = json.loads((tmp_path / "a.json").read_text())
+    (tmp_path / "a.json").write_text(json.dumps({**described, "note": "of last week"}))
+    assert_same(load_placement(tmp_path / "a.json"), PLACEMENT)
+
+
+def test_layers_go_by_their_names_and_not_by_their_order() -> None:
+    turned = PLACEMENT.in_order(LAYERS[::-1])
+    turned.check(**HERE)
+    assert turned.experts_LE.tolist() == EXPERTS_LE.flip(0).tolist()
+    assert_same(turned.in_order(LAYERS), PLACEMENT)

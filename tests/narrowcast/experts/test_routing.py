@@ -1,16 +1,21 @@
 """Files of routing traces: whole, self-describing, and refused where they are not."""
 
+import gzip
 import json
+import math
+import os
 from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from narrowcast.experts import routing
+from narrowcast.experts.placement import contiguous
 from narrowcast.experts.routing import RoutingTrace, load_trace
 
 
@@ -29,8 +34,8 @@ def make(num_experts: int = 8, scores: bool = True, tokens: int = 10) -> Routing
         rank_T=token_T % 5 // 3,
         position_T=token_T * 7,
         scores_LTK=score_LTK if scores else None,
-        num_groups=4 if scores else None,
-        num_limited_groups=2 if scores else None,
+        num_groups=4 if scores and num_experts % 4 == 0 else None,
+        num_limited_groups=2 if scores and num_experts % 4 == 0 else None,
     )
 
 
@@ -127,23 +132,66 @@ def test_another_version_is_refused_with_both_named(tmp_path) -> None:
         load_trace(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"step,rank\n1,2\n", bytes(100), b"\xff" * 100])
-def test_a_file_of_another_kind_is_refused(tmp_path, content) -> None:
-    (tmp_path / "trace").write_bytes(content)
-    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again"):
+def _torch_save(path: Path) -> None:
+    torch.save({"expert_ids": torch.zeros(3)}, path)
+
+
+def _old_torch_save(path: Path) -> None:
+    torch.save({"expert_ids": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
+
+
+OTHER_FILES = {
+    "a folder": Path.mkdir,
+    "an empty file": Path.touch,
+    "text": lambda path: path.write_text("step,rank\n1,2\n" * 1000 + "é" * 5000),
+    "JSON of another kind": lambda path: path.write_text('{"a": 1}'),
+    "a list in JSON": lambda path: path.write_text("[1, 2]"),
+    'JSON of format "narrowcast.placement"': lambda path: contiguous("m", ("a",), 4, 2).save(path),
+    "a pickle": _old_torch_save,
+    "a file of torch.save": _torch_save,
+    "an .npz of numpy.savez": lambda path: np.savez(path.open("wb"), a=np.zeros(3)),
+    "an array of numpy.save": lambda path: np.save(path.open("wb"), np.zeros(3)),
+    "a gzip archive": lambda path: path.write_bytes(gzip.compress(b"text")),
+    "binary data": lambda path: path.write_bytes(b"\xff" * 100),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a named pipe": os.mkfifo,
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_FILES)
+def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+    OTHER_FILES[kind](tmp_path / "trace")
+    with pytest.raises(ValueError, match="trace is no routing trace: ") as caught:
         load_trace(tmp_path / "trace")
+    assert f": it is {kind}, due is the safetensors file that [narrow" in str(caught.value)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path) -> None:
     make().save(tmp_path / "trace")
     content = (tmp_path / "trace").read_bytes()
-    for length in (1, 8, 100, len(content) // 2, len(content) - 1):
+    for length in (1, 8, 9, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "cut").write_bytes(content[:length])
-        with pytest.raises(ValueError, match="cut is damaged"):
+        # Of a safetensors file, the first eight bytes say nothing.
+        with pytest.raises(ValueError, match="cut is damaged" if length > 8 else "cut is no"):
             load_trace(tmp_path / "cut")
 
 
 WRONG_TENSORS = {
+    "float ids": {"expert_ids": torch.zeros(2, 10, 3)},
+    "wider ids": {"expert_ids": torch.zeros(2, 10, 3, dtype=torch.int32)},
+    "no tokens": {
+        "expert_ids": torch.zeros(2, 0, 3, dtype=torch.uint8),
+        "scores": torch.zeros(2, 0, 3),
+        **dict.fromkeys(("step", "rank", "position"), torch.zeros(0, dtype=torch.int32)),
+    },
+    "float steps": {"step": torch.ones(10)},
+    "boolean ranks": {"rank": torch.zeros(10, dtype=torch.bool)},
+    "step 0": {"step": torch.zeros(10, dtype=torch.int32)},
+    "steps that descend": {"step": torch.arange(10, 0, -1, dtype=torch.int32)},
+    "a negative rank": {"rank": torch.full((10,), -1, dtype=torch.int32)},
+    "a negative position": {"position": torch.arange(-1, 9, dtype=torch.int32)},
+    "scores that are no numbers": {"scores": torch.full((2, 10, 3), math.nan)},
+    "integer scores": {"scores": torch.zeros(2, 10, 3, dtype=torch.int32)},
     "an id too large": {"expert_ids": torch.full((2, 10, 3), 8, dtype=torch.uint8)},
     "another number of layers": {"expert_ids": torch.zeros(3, 10, 3, dtype=torch.uint8)},
     "another number of dimensions": {"expert_ids": torch.zeros(2, 10, dtype=torch.uint8)},
@@ -161,17 +209,113 @@ WRONG_TENSORS = {
 @pytest.mark.parametrize("what", WRONG_TENSORS)
 def test_tensors_that_contradict_the_header_are_refused(tmp_path, what) -> None:
     path = rewritten(tmp_path / "trace", tensors=WRONG_TENSORS[what])
-    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again"):
+    with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again") as caught:
         load_trace(path)
+    assert what == "no tokens" or "due " in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [-1, 300])
 def test_one_id_out_of_range_is_refused(tmp_path, wrong) -> None:
-    ids_LTK = torch.zeros(2, 10, 3, dtype=torch.int16)
+    ids_LTK = torch.arange(3, dtype=torch.int16).repeat(2, 10, 1)
     ids_LTK[1, 4, 2] = wrong
     path = rewritten(tmp_path / "trace", {"expert_ids": ids_LTK}, num_experts=300)
-    with pytest.raises(ValueError, match=r"trace is damaged: .*expert id"):
+    message = rf"token 4 in layers\.2\.moe name expert {wrong}, due is an integer from 0 to 299"
+    with pytest.raises(ValueError, match=rf"trace is damaged: expert_ids of {message}"):
         load_trace(path)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2)])
+def test_an_expert_twice_in_a_token_is_refused(tmp_path, first: int, second: int) -> None:
+    ids_LTK = torch.arange(3, dtype=torch.uint8).repeat(2, 10, 1)
+    ids_LTK[1, 9, [first, second]] = 7
+    path = rewritten(tmp_path / "trace", {"expert_ids": ids_LTK})
+    message = r"token 9 in layers\.2\.moe name expert 7 twice, due are 3 different experts"
+    with pytest.raises(ValueError, match=f"trace is damaged: expert_ids of {message}"):
+        load_trace(path)
+
+
+LAYERS = "due is a list of names, none of them twice"
+TO_8 = "due is an integer from 1 to 8"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": None}, "model is null, due is the model's name"),
+        ({"model": ["qwen3"]}, 'model is ["qwen3"], due is the model'),
+        ({"layers": ["a", "a"]}, f'layers is ["a", "a"], {LAYERS}'),
+        ({"layers": "ab"}, f'layers is "ab", {LAYERS}'),
+        ({"layers": ["a", 1]}, f'layers is ["a", 1], {LAYERS}'),
+        ({"layers": ["a", ["b"]]}, f'layers is ["a", ["b"]], {LAYERS}'),
+        ({"layers": ["a", "b\n"]}, f'layers is ["a", "b\\n"], {LAYERS}'),
+        ({"layers": []}, f"layers is [], {LAYERS}"),
+        ({"layers": ["a"]}, "due is torch.uint8 of shape (1, 10, 3)"),
+        ({"num_experts": 0}, "num_experts is 0, due is an integer from 1 to 32768"),
+        ({"num_experts": 10**9}, f"num_experts is {10**9}, due is an integer from 1 to 32768"),
+        ({"num_experts": 8.0}, "num_experts is 8.0, due is an integer"),
+        ({"num_experts": None}, "num_experts is null, due is an integer"),
+        ({"top_k": 0}, f"top_k is 0, {TO_8}"),
+        ({"top_k": 9}, f"top_k is 9, {TO_8}"),
+        ({"top_k": "3"}, f'top_k is "3", {TO_8}'),
+        ({"num_ranks": "x"}, f'num_ranks is "x", {TO_8}'),
+        ({"num_ranks": 0}, f"num_ranks is 0, {TO_8}"),
+        ({"num_ranks": -1}, f"num_ranks is -1, {TO_8}"),
+        ({"num_ranks": True}, f"num_ranks is true, {TO_8}"),
+        ({"num_ranks": 10**30}, f"num_ranks is {10**30}, {TO_8}"),
+        ({"num_ranks": math.nan}, f"num_ranks is NaN, {TO_8}"),
+        ({"num_groups": 3}, "num_groups is 3, due is null or an integer that divides num_experts"),
+        ({"num_groups": 0}, "num_groups is 0, due is null or an integer that divides"),
+        ({"num_groups": "4"}, 'num_groups is "4", due is null or an integer that divides'),
+        ({"num_groups": 1.5}, "num_groups is 1.5, due is null or an integer that divides"),
+        ({"num_limited_groups": 5}, "num_limited_groups is 5, due is null or an integer from 1 to"),
+        ({"num_groups": None}, "num_limited_groups is 2, due is null or an integer from 1 to"),
+    ],
+)
+def test_every_field_of_the_header_must_be_what_is_due(tmp_path, changed, message) -> None:
+    path = tmp_path / "trace"
+    make().save(path)
+    with safe_open(path, framework="pt") as file:
+        described = {**json.loads(file.metadata()["trace"]), **changed}
+    rewritten(path, header={"trace": json.dumps(described)})
+    with pytest.raises(ValueError, match="trace is damaged: ") as caught:
+        load_trace(path)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["model", "layers", "num_experts", "top_k", "num_ranks"])
+def test_a_header_that_lacks_a_field_is_refused_with_its_name(tmp_path, name) -> None:
+    path = tmp_path / "trace"
+    make().save(path)
+    with safe_open(path, framework="pt") as file:
+        described = json.loads(file.metadata()["trace"])
+    del described[name]
+    rewritten(path, header={"trace": json.dumps(described)})
+    with pytest.raises(ValueError, match=f"trace is damaged: it lacks '{name}'"):
+        load_trace(path)
+
+
+def test_what_others_write_beside_it_does_no_harm(tmp_path) -> None:
+    path = rewritten(tmp_path / "trace", {"note": torch.ones(3)}, {"note": "of last week"})
+    assert_same(load_trace(path), make())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layers": ("a", "a")}, "layers is"),
+        ({"num_ranks": 0}, "num_ranks is 0"),
+        ({"num_groups": 3}, "num_groups is 3"),
+        ({"ids_LTK": make().ids_LTK * 0}, "name expert 0 twice"),
+        ({"ids_LTK": make().ids_LTK + 256}, "due is an integer from 0 to 7"),
+        ({"step_T": torch.zeros(10, dtype=torch.int64)}, "step of token 0 is 0"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(tmp_path, changed, message) -> None:
+    with pytest.raises(ValueError, match=r"trace is not written: .*due ") as caught:
+        replace(make(), **changed).save(tmp_path / "trace")
+    assert message in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("described", ["{", "{}", "[]", "null", '{"model": "m", "layers": 2}'])
