@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import narrowcast

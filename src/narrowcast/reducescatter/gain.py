@@ -102,8 +102,7 @@ class GradientWatch:
         if label is None:
             return
         self._reductions[label, rows_WN.shape[1], rows_WN.element_size()] += 1
-        least = min(self._looks[reduced] for reduced, *_ in self._reductions)
-        if self._due is not None and self._due >= 1 and self._looks[label] == least:
+        if self._due is not None and self._due >= 1 and self._is_next(label):
             self._due -= 1
             self._looks[label] += 1
             start = time.perf_counter()
@@ -112,6 +111,9 @@ class GradientWatch:
             if piece.numel():
                 self._looked[label] = self._looked.get(label, _Looked()) + _look(piece, self._coder)
             self.spent += time.perf_counter() - start
+
+    def _is_next(self, label: str) -> bool:
+        return self._looks[label] == min(self._looks[reduced] for reduced, *_ in self._reductions)
 
     def reductions(
         self,

@@ -1,0 +1,200 @@
+"""Steps of an optimizer are followed: skipped by a rank, taken by another optimizer, unannounced."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
+from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.training import local, same_bits
+
+SOON_S = 20
+
+
+def _build(layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+def _backward(model: nn.Module, step: int) -> None:
+    model(torch.full((2, 64), float(step + dist.get_rank()))).square().mean().backward()
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, keep = logging.getLogger("narrowcast"), Keep(logging.WARNING)
+    logger.addHandler(keep)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(keep)
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [local(parameter.detach()).clone() for parameter in model.parameters()]
+
+
+def _skips_a_step(arguments: dict) -> bool:
+    def trained(narrows: bool) -> list[Tensor]:
+        model = _build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        handles = []
+        if narrows:
+            handles.append(narrow_all_gather(model, optimizer, **arguments))
+            handles.append(narrow_reduce_scatter(model, optimizer))
+        for step in range(6):
+            _backward(model, step)
+            if (step, dist.get_rank()) not in ((2, 1), (4, 0)):
+                optimizer.step()
+            optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        return _state(model)
+
+    return same_bits(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("treatment", ["value", "exponent", "blocks-hash", "coded", "raw"])
+def test_a_rank_that_skips_a_step_trains_on_as_under_plain_fsdp(ranks, treatment: str) -> None:
+    assert ranks(2).run(_skips_a_step, TREATMENTS[treatment]) == [True] * 2
+
+
+def _skips_where_all_look(skipped: int) -> None:
+    model = _build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=4, reselect_interval=2)
+    for step in range(12):
+        _backward(model, step)
+        if (step, dist.get_rank()) != (skipped, 1):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("skipped", [1, 7])  # within the warm-up, and after the choice
+def test_where_all_ranks_look_at_shards_a_skipped_step_is_an_error_on_all(ranks, skipped) -> None:
+    outcomes = ranks(3).outcomes(_skips_where_all_look, skipped, timeout_s=SOON_S)
+    assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "a rank skipped optimizer.step()" in outcomes[0].message
+
+
+def _counted(handle: NarrowedModel) -> tuple[int, float]:
+    return handle.ledger.steps, round(handle.ledger.last.first.bits_per_parameter, 3)
+
+
+def _replaces_the_optimizer() -> tuple[int, list[str]]:
+    model = _build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = narrow_all_gather(model, optimizer, treatment="value")
+    rounds = []
+    with _warnings() as warnings:
+        for step in range(9):
+            if step in (3, 6):
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            _backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            prepared = [s.prepared for c in handle._comms for s in c.states.values()]
+            rounds.append(all(one is not None for one in prepared))
+    model(torch.ones(2, 64))
+    steps = handle.ledger.steps
+    handle.remove()
+    assert rounds[-1]  # the new one's steps are announced as the old one's were
+    return steps, warnings
+
+
+def test_an_optimizer_that_replaces_the_first_is_followed_and_said(ranks) -> None:
+    for steps, warnings in ranks(2).run(_replaces_the_optimizer):
+        assert steps == 9
+        assert len(warnings) == 2  # one for each new optimizer
+        assert all("it is followed from now on" in warning for warning in warnings)
+
+
+def _replaces_where_only_gradients_are_narrowed() -> int:
+    model = _build()
+    handle = narrow_reduce_scatter(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(5):
+        _backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = handle.ledger.steps
+    handle.remove()
+    return steps
+
+
+def test_the_ledger_follows_where_only_gradients_are_narrowed(ranks) -> None:
+    # Nothing tells it before the second step of the new one that there is no other beside it.
+    assert ranks(2).run(_replaces_where_only_gradients_are_narrowed) == [4] * 2
+
+
+def _two_optimizers() -> tuple[int, list[str]]:
+    """One for each layer; the handle is given the one that steps last."""
+    model = _build()
+    first, last = (torch.optim.AdamW(layer.parameters()) for layer in model)
+    handle = narrow_all_gather(model, last, treatment="value")
+    with _warnings() as warnings:
+        for step in range(6):
+            _backward(model, step)
+            for optimizer in (first, last):
+                optimizer.step()
+                optimizer.zero_grad()
+    steps = handle.ledger.steps
+    handle.remove()
+    return steps, warnings
+
+
+def test_several_optimizers_are_one_step(ranks) -> None:
+    assert ranks(2).run(_two_optimizers) == [(6, [])] * 2
+
+
+def _changes_parameters(announces: bool, arguments: dict) -> tuple[bool, list[str]]:
+    """Weights are averaged after the optimizer's step, behind its back."""
+
+    def trained(narrows: bool) -> tuple[list[Tensor], list[str]]:
+        model = _build()
+        optimizer = torch.optim.AdamW(model.parameters())
+        handle = narrow_all_gather(model, optimizer, **arguments) if narrows else None
+        with _warnings() as warnings:
+            for step in range(5):
+                _backward(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                for parameter in model.parameters():
+                    local(parameter.data).mul_(0.9)
+                if announces and handle is not None:
+                    handle.refresh()
+        if handle is not None:
+            handle.remove()
+        return _state(model), warnings
+
+    (state, warnings), (plain, _) = trained(True), trained(False)
+    return same_bits(state, plain), warnings
+
+
+@pytest.mark.parametrize("treatment", ["value", "coded"])
+def test_the_first_change_that_nobody_announced_is_warned_of(ranks, treatment: str) -> None:
+    arguments = TREATMENTS[treatment]
+    for equal, warnings in ranks(2).run(_changes_parameters, False, arguments):
+        assert equal
+        assert len(warnings) == 1
+        assert "call refresh() of the handle" in warnings[0]
+    for equal, warnings in ranks(2).run(_changes_parameters, True, arguments):
+        assert (equal, warnings) == (True, [])
