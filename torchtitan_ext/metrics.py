@@ -90,7 +90,8 @@ class MetricsPlugin:
         """Log as torchtitan does, with the volume of the step. Every rank must call it."""
         volume = None
         if self.ledger is not None and self.ledger.last is not None:
-            volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
+            with self.ledger.extra():
+                volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
         if self.selection is not None:
             extra_metrics = {**(extra_metrics or {}), **self.selection.scalars()}

@@ -9,6 +9,7 @@ from torch import nn
 
 from narrowcast.allgather.wire import NarrowcastError, SettingsError
 from narrowcast.torch_internals import ParamGroup, param_groups
+from narrowcast.volume import named
 
 
 def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
@@ -30,6 +31,7 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
     return groups
 
 
+@named()
 def check_settings(
     groups: list[ParamGroup], settings: dict[str, Any], error: ValueError | None
 ) -> None:
@@ -66,6 +68,7 @@ def check_settings(
         raise error
 
 
+@named()
 def raise_alike(
     error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
 ) -> None:

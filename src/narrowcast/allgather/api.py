@@ -4,7 +4,6 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -30,6 +29,8 @@ from narrowcast.volume import (
     all_reduce_bytes,
     check_volume,
     count_volume,
+    extra_of,
+    named,
     uncounted,
 )
 
@@ -71,7 +72,7 @@ class NarrowedModel:
         if self.ledger is not None and self.ledger.last is not None:
             self.ledger.last.kept_bytes = self.kept_bytes
         if self.selection is not None:
-            with self.ledger.extra() if self.ledger else nullcontext():
+            with extra_of(self.ledger):
                 self.selection.after_step()
         self.refresh()
 
@@ -92,7 +93,7 @@ class NarrowedModel:
                 for comm, following in zip(comms, [*comms[1:], None], strict=True)
             ]
             sizes = [state.prepared_size for state in states]
-            with self.ledger.named() if self.ledger else nullcontext():
+            with named():
                 largest = largest_sizes(sizes, process_group, comms[0].group.device)
             if self.ledger:
                 sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
@@ -223,7 +224,7 @@ def narrow_all_gather(
     controller = None
     if chooses:
         treated = {name for name, scheme in schemes.items() if scheme.treatment != "raw"}
-        with ledger.named() if ledger else nullcontext():
+        with named():
             controller = Controller(
                 comms,
                 treated,

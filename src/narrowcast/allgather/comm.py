@@ -14,7 +14,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from narrowcast.allgather.offload import Foresight, HostCopies, Kept
 from narrowcast.allgather.runs import Run, make_runs, recut
 from narrowcast.changes import Changes, count_changes, shard_type
 from narrowcast.torch_internals import AllGather, DefaultAllocMixin, ParamGroup, WorkThatFinishes
-from narrowcast.volume import Ledger, all_reduce_bytes
+from narrowcast.volume import Ledger, all_reduce_bytes, named
 
 logger = logging.getLogger(__name__)
 
@@ -245,7 +245,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         self.coding_seconds += time.perf_counter() - start
 
     def _named(self) -> AbstractContextManager[None]:
-        return self.ledger.named() if self.ledger is not None else nullcontext()
+        return named()
 
     def _encode(self, state: GroupState, group: dist.ProcessGroup, shard_bytes: Tensor) -> Prepared:
         """Never raises: a rank that cannot encode must tell the others, or they would hang."""
