@@ -235,6 +235,7 @@ def narrow_all_gather(
                     block_size=block_size,
                     block_check=block_check,
                     coder=find_coder(coder),
+                    counts=volume,
                 ),
                 Rules(
                     applies=treatment == "auto",

@@ -138,8 +138,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         state = self.state_of(group, input_tensor.numel(), input_tensor.dtype)
         self.foresight.starts(state.kept)
         prepared, state.prepared = state.prepared, None
-        if prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes):
-            with self._timed():
+        with self._timed():
+            if prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes):
                 prepared = self._encode(state, group, shard_bytes)
         with self._named():
             slots, work = start_round(prepared.payload, state.slot_size, group, async_op)

@@ -20,6 +20,13 @@ def largest_sizes(sizes: list[int], group: dist.ProcessGroup, device: torch.devi
     return largest.tolist()
 
 
+def in_slot(payload: Tensor, slot_size: int) -> Tensor:
+    """A payload, uint8, cut or padded to ``slot_size`` bytes."""
+    slot = payload.new_zeros(slot_size)
+    slot[: payload.numel()] = payload[:slot_size]
+    return slot
+
+
 def start_round(
     payload: Tensor, slot_size: int, group: dist.ProcessGroup, async_op: bool
 ) -> tuple[Tensor, dist.Work | None]:
@@ -28,8 +35,7 @@ def start_round(
     Returns:
         The slots of all ranks, uint8 of (W, slot_size), valid once the work is waited for.
     """
-    slot = payload.new_zeros(slot_size)
-    slot[: payload.numel()] = payload[:slot_size]
+    slot = in_slot(payload, slot_size)
     slots = payload.new_empty(group.size() * slot_size)
     work = dist.all_gather_single(slots, slot, group=group, async_op=async_op)
     return slots.view(group.size(), slot_size), work
