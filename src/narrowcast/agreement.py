@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowcast.allgather.wire import NarrowcastError, SettingsError
-from narrowcast.torch_internals import ParamGroup, param_groups
+from narrowcast.torch_internals import ParamGroup, param_groups, why_no_groups
 from narrowcast.volume import named
 
 
@@ -24,10 +24,7 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
         raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:
-        raise ValueError(
-            "the model has no parameters that FSDP2 shards over more than one rank: call "
-            "torch.distributed.fsdp.fully_shard on it first"
-        )
+        raise ValueError(why_no_groups(*models))
     return groups
 
 

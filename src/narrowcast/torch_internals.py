@@ -45,6 +45,7 @@ __all__ = [
     "param_groups",
     "reduction",
     "rows_by_rank",
+    "why_no_groups",
     "world_size_of",
 ]
 
@@ -157,6 +158,49 @@ def param_groups(*models: nn.Module) -> list[ParamGroup]:
                 params = tuple(_describe(param, group, names) for param in group.fsdp_params)
                 groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
     return list(groups.values())
+
+
+def why_no_groups(*models: nn.Module) -> str:
+    """What is so of models of which ``param_groups`` finds none, and what to do."""
+    modules = [module for model in models for module in model.modules()]
+    groups = [
+        group
+        for module in modules
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
+        return (
+            "the model's parameters are replicated on every rank, and not sharded: nothing is "
+            "gathered that could be narrowed. Call torch.distributed.fsdp.fully_shard in the place "
+            "of replicate"
+        )
+    if groups:
+        return (
+            "fully_shard was given a mesh of 1 rank for every parameter of the model: nothing is "
+            "gathered that could be narrowed. Shard over 2 ranks or more (in torchtitan: "
+            "parallelism.data_parallel_shard_degree is 1 here, or -1 with as many ranks as the "
+            "other degrees take)"
+        )
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return (
+            "fully_shard was applied to modules without parameters of their own: apply it to those "
+            "that have some"
+        )
+    if any(type(module).__name__.startswith("SimpleFSDP") for module in modules):
+        return (
+            "the model is sharded by torchtitan's SimpleFSDP (graph_trainer), whose gathers are "
+            "part of a compiled graph: narrowcast narrows those of FSDP2 alone. Train it with "
+            "torchtitan's own trainer, or switch narrowcast off"
+        )
+    return (
+        "the model was not sharded by FSDP2: call torch.distributed.fsdp.fully_shard on it first"
+        + (
+            " (its parameters are DTensors, sharded by other means, such as tensor parallelism)"
+            if any(isinstance(p, DTensor) for model in models for p in model.parameters())
+            else ""
+        )
+    )
 
 
 def _describe(param: FSDPParam, group: FSDPParamGroup, names: dict[int, str]) -> ShardedParam:
