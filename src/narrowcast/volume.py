@@ -94,7 +94,8 @@ class StepVolume:
     """What one step sent.
 
     Attributes:
-        sent, plain: bytes of each collective that this rank sent, and that plain torch would have.
+        sent, plain: bytes of each collective that this rank sent, and that plain torch would have,
+            at least: by a ring, where gloo's reduce-scatter sends about twice as much.
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
         gradients: all reductions of the step.

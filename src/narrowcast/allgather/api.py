@@ -81,7 +81,8 @@ class NarrowedModel:
 
         Runs by itself after each step of the optimizer. Call it, on every rank, after parameters
         changed otherwise (a checkpoint was loaded), if you like: a change that nobody announced is
-        noticed when the shard is gathered, and costs a second round there.
+        noticed when the shard is gathered, and costs what was announced and, in a second round,
+        all payloads again.
         """
         by_process_group: dict[dist.ProcessGroup, list[NarrowAllGather]] = {}
         for comm in self._comms:

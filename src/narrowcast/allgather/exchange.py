@@ -1,9 +1,10 @@
 """Moves payloads of unequal size between the ranks of a group; raw and coded shards share it.
 
-A slot is what every rank sends, as large as the largest payload that was announced. A payload that
-does not fit sends its head alone, and since the heads say how large the bodies are, every rank sees
-that a second round is due and how large. So a shard that changed behind our back on one rank costs
-a round, and no rank ever waits for another that does not come.
+A slot is what every rank sends, as large as the largest payload that was announced. Of a payload
+that does not fit, the slot holds the head and as much as fits, and since the heads say how large
+the bodies are, every rank sees that a second round is due and how large: it sends all bodies again,
+whole. So a shard that changed behind our back on one rank costs the slot and a round, and no rank
+ever waits for another that does not come.
 """
 
 from collections.abc import Callable, Iterator
