@@ -8,6 +8,7 @@ from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.controller import Controller
 from narrowcast.changes import SHARD_TYPES
+from narrowcast.senders import sent_by
 from narrowcast.volume import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
 
@@ -92,7 +93,7 @@ class MetricsPlugin:
         """Log as torchtitan does, with the volume of the step. Every rank must call it."""
         volume = None
         if self.ledger is not None and self.ledger.last is not None:
-            with self.ledger.extra():
+            with sent_by(self.ledger):
                 volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
         if self.selection is not None:
