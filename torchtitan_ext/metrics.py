@@ -8,6 +8,7 @@ from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.controller import Controller
 from narrowcast.changes import SHARD_TYPES
+from narrowcast.senders import sent_by
 from narrowcast.volume import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
 
@@ -26,7 +27,9 @@ def layout() -> dict[str, dict[str, list]]:
     return {
         "Communication volume": {
             "bytes sent a step, by collective": lines(*(f"bytes/{c}" for c in COLLECTIVES)),
-            "bytes plain torch would send": lines(*(f"plain_bytes/{c}" for c in COLLECTIVES)),
+            "bytes plain torch would send at least (ring)": lines(
+                *(f"plain_bytes/{c}" for c in COLLECTIVES)
+            ),
             "ratio of sent to plain": lines(
                 "ratio/all", "ratio/all_gather", "ratio/reduce_scatter"
             ),
@@ -90,18 +93,22 @@ class MetricsPlugin:
         """Log as torchtitan does, with the volume of the step. Every rank must call it."""
         volume = None
         if self.ledger is not None and self.ledger.last is not None:
-            volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
+            with sent_by(self.ledger):
+                volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
         if self.selection is not None:
             extra_metrics = {**(extra_metrics or {}), **self.selection.scalars()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if volume is not None:
-            logger.info(_console_line(step, volume))
+            logger.info(console_line(step, volume))
 
 
-def _console_line(step: int, volume: StepVolume) -> str:
+def console_line(step: int, volume: StepVolume) -> str:
+    """What the log says of a step, summed over its collectives."""
     sent, plain = sum(volume.sent.values()) / _MIB, sum(volume.plain.values()) / _MIB
-    line = f"step: {step:2}  sent: {sent:.2f} MiB, plain {plain:.2f} MiB ({volume.ratio:.0%})"
+    # Of plain torch the least that an algorithm sends; backends may send more.
+    line = f"step: {step:2}  sent: {sent:.2f} MiB, plain at least {plain:.2f} MiB"
+    line += f" ({volume.ratio:.0%})"
     if volume.first.parameters:
         line += f"  bits a parameter: first gather {volume.first.bits_per_parameter:.2f}"
     if volume.later.parameters:

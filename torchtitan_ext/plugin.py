@@ -13,7 +13,7 @@ from torchtitan.tools.logging import logger
 from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
 from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
-from narrowcast.volume import CountedModel, Ledger, count_volume
+from narrowcast.volume import CountedModel, Ledger, count_volume, extra_of
 from torchtitan_ext.dispatching import (
     check_dispatch,
     count_dispatch,
@@ -93,8 +93,7 @@ class TrainerPlugin:
             for run in runs:
                 stack.enter_context(run.during(self.step))
             super().train_step(data_iterator)
-        ledger = self._ledger()
-        with contextlib.nullcontext() if ledger is None else ledger.extra():
+        with extra_of(self._ledger()):
             for run in runs:
                 run.after(self.step)
 

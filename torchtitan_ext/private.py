@@ -17,7 +17,7 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from narrowcast.torch_internals import pending_collectives
-from narrowcast.volume import Ledger
+from narrowcast.volume import Ledger, named
 
 
 def load_base_config(module: str, function: str) -> Any:
@@ -195,7 +195,7 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
             if torch.compiler.is_compiling():
                 return exchange(rows, group, received, sent)
             pending = pending_collectives()
-            with ledger.named():
+            with named():
                 out = exchange(rows, group, received, sent)
             if pending_collectives() > pending:  # not replayed by activation checkpointing
                 add(name, rows, sent)
@@ -210,7 +210,7 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
         if torch.compiler.is_compiling():
             return exchange_counts(counts, group, ep_size)
         pending = pending_collectives()
-        with ledger.named():
+        with named():
             received = exchange_counts(counts, group, ep_size)
         if pending_collectives() > pending:
             nbytes = counts.numel() * counts.element_size()

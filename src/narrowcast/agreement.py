@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowcast.allgather.wire import NarrowcastError, SettingsError
-from narrowcast.torch_internals import ParamGroup, param_groups
+from narrowcast.torch_internals import ParamGroup, param_groups, why_no_groups
+from narrowcast.volume import named
 
 
 def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
@@ -25,13 +26,11 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
         raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:
-        raise ValueError(
-            "the model has no parameters that FSDP2 shards over more than one rank: call "
-            "torch.distributed.fsdp.fully_shard on it first"
-        )
+        raise ValueError(why_no_groups(*models))
     return groups
 
 
+@named()
 def check_settings(
     groups: list[ParamGroup],
     settings: dict[str, Any],
@@ -86,6 +85,7 @@ def _raise_first(wrong: list[tuple[int, str]], num_ranks: int) -> None:
         raise ValueError(message if alike else f"on rank {rank}: {message}")
 
 
+@named()
 def raise_alike(
     error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
 ) -> None:

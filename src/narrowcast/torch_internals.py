@@ -6,22 +6,19 @@ not recurse, and offers no way back or to know which parameter lies where in the
 Hence ``_get_fsdp_state()``, ``FSDPParamGroup`` and ``FSDPParam``.
 
 Collectives that nobody else counts are counted by replacing functions of ``torch.distributed`` for
-as long as a ledger runs: there is no public hook that sees them.
+as long as a ledger runs (``collectives``): there is no public hook that sees them.
 """
 
-import functools
-import inspect
 import itertools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _get_work_registry_size
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -39,19 +36,25 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 __all__ = [
+    "SENDING_METHODS",
     "AllGather",
     "DefaultAllocMixin",
     "ParamGroup",
     "ReduceScatter",
     "WorkThatFinishes",
     "close_connections",
-    "count_collectives",
     "default_store",
+    "functional_collectives",
     "is_default",
     "param_groups",
     "reduction",
     "rows_by_rank",
+    "why_no_groups",
+    "world_size_of",
 ]
+
+# In which FSDP2 starts all collectives of a parameter group: its first argument.
+SENDING_METHODS = ((FSDPParamGroup, "unshard"), (FSDPParamGroup, "post_backward"))
 
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -105,6 +108,10 @@ class ParamGroup:
         """Whether parameters are gathered for a backward."""
         return self._group._training_state == TrainingState.PRE_BACKWARD
 
+    def root(self) -> object:
+        """The same for all parameter groups of a model, from its first forward on."""
+        return self._group.comm_ctx
+
     @property
     def all_gather(self) -> AllGather:
         return self._group._all_gather_comm
@@ -120,6 +127,23 @@ class ParamGroup:
     @reduce_scatter.setter
     def reduce_scatter(self, comm: ReduceScatter) -> None:
         self._group._reduce_scatter_comm = comm
+
+    def guard_reduction(self, guard: Callable[[], AbstractContextManager[None]]) -> bool:
+        """Runs all that FSDP2 does with the group's gradients within ``guard()``, its all-reduce
+        over replicas too, until ``unguard_reduction``; ``False`` if it does so already."""
+        group = self._group
+        if "post_backward" in vars(group):
+            return False
+
+        def post_backward(*args: Any) -> None:
+            with guard():
+                type(group).post_backward(group, *args)
+
+        group.post_backward = post_backward
+        return True
+
+    def unguard_reduction(self) -> None:
+        del self._group.post_backward
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -226,6 +250,49 @@ def param_groups(*models: nn.Module) -> list[ParamGroup]:
                 held = tuple(_name_of(param, names) for param in group.fsdp_params)
                 groups[id(group)] = ParamGroup(names[id(module)] or "(root)", held, group)
     return list(groups.values())
+
+
+def why_no_groups(*models: nn.Module) -> str:
+    """What is so of models of which ``param_groups`` finds none, and what to do."""
+    modules = [module for model in models for module in model.modules()]
+    groups = [
+        group
+        for module in modules
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    ]
+    if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
+        return (
+            "the model's parameters are replicated on every rank, and not sharded: nothing is "
+            "gathered that could be narrowed. Call torch.distributed.fsdp.fully_shard in the place "
+            "of replicate"
+        )
+    if groups:
+        return (
+            "fully_shard was given a mesh of 1 rank for every parameter of the model: nothing is "
+            "gathered that could be narrowed. Shard over 2 ranks or more (in torchtitan: "
+            "parallelism.data_parallel_shard_degree is 1 here, or -1 with as many ranks as the "
+            "other degrees take)"
+        )
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return (
+            "fully_shard was applied to modules without parameters of their own: apply it to those "
+            "that have some"
+        )
+    if any(type(module).__name__.startswith("SimpleFSDP") for module in modules):
+        return (
+            "the model is sharded by torchtitan's SimpleFSDP (graph_trainer), whose gathers are "
+            "part of a compiled graph: narrowcast narrows those of FSDP2 alone. Train it with "
+            "torchtitan's own trainer, or switch narrowcast off"
+        )
+    return (
+        "the model was not sharded by FSDP2: call torch.distributed.fsdp.fully_shard on it first"
+        + (
+            " (its parameters are DTensors, sharded by other means, such as tensor parallelism)"
+            if any(isinstance(p, DTensor) for model in models for p in model.parameters())
+            else ""
+        )
+    )
 
 
 def _name_of(param: FSDPParam, names: dict[int, str]) -> str:
@@ -346,123 +413,14 @@ def finish_all_to_all(pending: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(pending)
 
 
-def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None]:
-    """Calls ``on_collective(sent_bytes)`` whenever Python code of this process starts a collective.
-
-    It replaces the functions of ``torch.distributed`` and of its functional collectives, which
-    DTensor uses, by ones that count and then call them. (The dispatcher would see more, but a
-    kernel in Python holds the GIL while gloo takes its queue's lock, and gloo's workers take the
-    two in the other order: it deadlocks.) Not seen: collectives within compiled graphs, in the
-    backward of functional ones, and point-to-point sends of pipeline stages.
-
-    ``sent_bytes`` is what this rank hands to the wire in a ring (all-gather, reduce-scatter,
-    all-reduce) or pairwise (all-to-all) algorithm, which is the least that any algorithm sends.
-
-    Returns:
-        A function that ends the counting.
-    """
-    if not _listeners:
-        _replace_collectives()
-    _listeners.append(on_collective)
-
-    def stop() -> None:
-        _listeners.remove(on_collective)
-        if not _listeners:
-            _restore_collectives()
-
-    return stop
-
-
-_listeners: list[Callable[[int], None]] = []
-_replaced: list[tuple[Any, str, Callable]] = []
-_depth = threading.local()
-
-
-def _replace_collectives() -> None:
-    for module, name, sent_share in _COUNTED:
-        original = getattr(module, name)
-        counted = _counted(original, sent_share)
-        owners = (dist, dist.distributed_c10d) if module is dist else (module,)
-        for owner in owners:
-            _replaced.append((owner, name, original))
-            setattr(owner, name, counted)
-
-
-def _restore_collectives() -> None:
-    while _replaced:
-        setattr(*_replaced.pop())
-
-
-def _counted(
-    original: Callable,
-    sent_share: tuple[str, Callable[[int], float]],
-) -> Callable:
-    signature = inspect.signature(original)
-    tensors, share = sent_share
-
-    @functools.wraps(original)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or getattr(_depth, "inside", False):
-            return original(*args, **kwargs)
-        _depth.inside = True
-        try:
-            arguments = signature.bind(*args, **kwargs).arguments
-            group = arguments.get("group")
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                sent = sum(t.numel() * t.element_size() for t in _flat(arguments.get(tensors)))
-                for on_collective in list(_listeners):
-                    on_collective(int(sent * share(_world_size(group))))
-            return original(*args, **kwargs)
-        finally:
-            _depth.inside = False
-
-    return counted
-
-
-def _world_size(group: Any) -> int:
+def world_size_of(group: Any) -> int:
+    """Ranks of what a collective takes as its group."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return dist.get_world_size(group)
-    return _resolve_process_group(funcol._resolve_group_name(group)).size()
+    name = functional_collectives._resolve_group_name(group)
+    return _resolve_process_group(name).size()
 
 
-def _flat(nested: Any) -> Iterator[Tensor]:
-    if isinstance(nested, Tensor):
-        yield nested
-    elif nested is not None:
-        for item in nested:
-            yield from _flat(item)
-
-
-def _to_all_others(world_size: int) -> float:
-    return world_size - 1
-
-
-def _all_but_own_share(world_size: int) -> float:
-    return (world_size - 1) / world_size
-
-
-def _twice_all_but_own_share(world_size: int) -> float:
-    return 2 * (world_size - 1) / world_size
-
-
-_COUNTED: list[tuple[Any, str, tuple[str, Callable[[int], float]]]] = [
-    (dist, "all_reduce", ("tensor", _twice_all_but_own_share)),
-    (dist, "all_reduce_coalesced", ("tensors", _twice_all_but_own_share)),
-    (dist, "all_gather", ("tensor", _to_all_others)),
-    (dist, "all_gather_single", ("input_tensor", _to_all_others)),
-    (dist, "all_gather_into_tensor", ("input_tensor", _to_all_others)),
-    (dist, "reduce_scatter", ("input_list", _all_but_own_share)),
-    (dist, "reduce_scatter_single", ("input", _all_but_own_share)),
-    (dist, "reduce_scatter_tensor", ("input", _all_but_own_share)),
-    (dist, "all_to_all", ("input_tensor_list", _all_but_own_share)),
-    (dist, "all_to_all_single", ("input", _all_but_own_share)),
-    (dist, "broadcast", ("tensor", _all_but_own_share)),
-    (dist, "reduce", ("tensor", _all_but_own_share)),
-    (funcol, "all_reduce", ("self", _twice_all_but_own_share)),
-    (funcol, "all_gather_tensor", ("self", _to_all_others)),
-    (funcol, "all_gather_single", ("self", _to_all_others)),
-    (funcol, "reduce_scatter_tensor", ("self", _all_but_own_share)),
-    (funcol, "reduce_scatter_single", ("self", _all_but_own_share)),
-    (funcol, "all_to_all_single", ("self", _all_but_own_share)),
-    (funcol, "broadcast", ("self", _all_but_own_share)),
-]
+def parameter_group(sender: FSDPParamGroup) -> ParamGroup:
+    """Of FSDP2's own object: who it is, without what it holds."""
+    return ParamGroup("", (), sender)

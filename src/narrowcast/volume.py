@@ -5,16 +5,17 @@ in a ring, all-to-all pairwise, a rank's own share not at all. That is the least
 can send; some backends send more. Padding and headers are counted.
 
 Collectives fall under one of ``COLLECTIVES``. Those of FSDP2 and of the token dispatch are counted
-by whoever starts them; all else that can be seen is "other". The same ledger knows what share of
-the parameters, their exponents and their blocks changed, by kind of shard.
+by whoever starts them; all else that can be seen is "other", but for what another model of the
+process sends. The same ledger knows what share of the parameters, their exponents and their blocks
+changed, by kind of shard.
 """
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from narrowcast.changes import SHARD_TYPES, Changes
+from narrowcast.collectives import count_collectives
+from narrowcast.senders import NOBODY, sender, sent_by
 from narrowcast.steps import StepHook
-from narrowcast.torch_internals import AllGather, ParamGroup, ReduceScatter, count_collectives
+from narrowcast.torch_internals import AllGather, ParamGroup, ReduceScatter
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "dispatch", "combine", "other")
 
@@ -91,7 +94,8 @@ class StepVolume:
     """What one step sent.
 
     Attributes:
-        sent, plain: bytes of each collective that this rank sent, and that plain torch would have.
+        sent, plain: bytes of each collective that this rank sent, and that plain torch would have,
+            at least: by a ring, where gloo's reduce-scatter sends about twice as much.
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
         gradients: all reductions of the step.
@@ -193,7 +197,15 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     return 2 * nbytes * (world_size - 1) // world_size
 
 
-_caller_counts = threading.local()  # of all ledgers: what one counts by name is no other's "other"
+def named() -> AbstractContextManager[None]:
+    """Collectives started within are under "other" of no ledger: the caller counts them with
+    ``add``, or they belong to a model that is not counted, or to no step."""
+    return sent_by(NOBODY)
+
+
+def extra_of(ledger: "Ledger | None") -> AbstractContextManager[None]:
+    """``ledger.extra()``; ``named()`` where there is no ledger."""
+    return named() if ledger is None else ledger.extra()
 
 
 class Ledger:
@@ -217,6 +229,7 @@ class Ledger:
         self._stop_counting: Callable[[], None] | None = None
         self._holds = 0
         self._groups: list[ParamGroup] = []
+        self._owns: WeakKeyDictionary[object, bool] = WeakKeyDictionary()  # by root
         self._hook: StepHook | None = None
 
     def hold(self, groups: list[ParamGroup], optimizer: Optimizer | None) -> None:
@@ -227,6 +240,7 @@ class Ledger:
                 group.all_gather = CountedAllGather(group, group.all_gather, self)
                 group.reduce_scatter = CountedReduceScatter(group, group.reduce_scatter, self)
                 self._groups.append(group)
+        self._owns.clear()
         if optimizer is not None and self._hook is None:
             self._hook = StepHook(optimizer, groups, self.end_step)
         self.start()
@@ -285,19 +299,11 @@ class Ledger:
         self.current.tokens[layer].bytes += sent_bytes
 
     @contextmanager
-    def named(self) -> Iterator[None]:
-        """Collectives started within are counted by the caller, with ``add``."""
-        outer, _caller_counts.value = self._inside_named(), True
-        try:
-            yield
-        finally:
-            _caller_counts.value = outer
-
-    @contextmanager
     def extra(self) -> Iterator[None]:
-        """What is sent within a step in here, plain torch does not send."""
+        """What is sent within a step in here, plain torch does not send, nor any other model."""
         plain_bytes = self.current.plain["other"]
-        yield
+        with sent_by(self):
+            yield
         self.current.plain["other"] = plain_bytes
 
     def is_first_gather(self, group: ParamGroup) -> bool:
@@ -331,12 +337,20 @@ class Ledger:
         volume.examined += examined
         volume.zeros += zeros
 
-    def _inside_named(self) -> bool:
-        return getattr(_caller_counts, "value", False)
-
     def _on_collective(self, sent_bytes: int) -> None:
-        if not self._inside_named():
+        owner = sender()
+        if owner is None or owner is self or (isinstance(owner, ParamGroup) and self._is_of(owner)):
             self.add("other", sent_bytes)
+
+    def _is_of(self, group: ParamGroup) -> bool:
+        """Whether a parameter group is of the model that is counted here, itself counted or not."""
+        ledger = ledger_of(group)
+        if ledger is not None:
+            return ledger is self
+        root = group.root
+        if root not in self._owns:
+            self._owns[root] = any(root is counted.root for counted in self._groups)
+        return self._owns[root]
 
 
 @dataclass
@@ -360,7 +374,7 @@ class CountedAllGather(AllGather):
         shard_bytes = input_tensor.numel() * input_tensor.element_size()
         self.ledger.add("all_gather", (group.size() - 1) * shard_bytes)
         self.ledger.record_gather(self.group, input_tensor.numel(), shard_bytes, {})
-        with self.ledger.named():
+        with named():
             return self.inner(output_tensor, input_tensor, group, async_op)
 
 
@@ -388,7 +402,7 @@ class CountedReduceScatter(ReduceScatter):
         sent_bytes = num_values * output_tensor.element_size()
         self.ledger.add("reduce_scatter", sent_bytes)
         self.ledger.record_reduction(num_values, sent_bytes)
-        with self.ledger.named():
+        with named():
             return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 

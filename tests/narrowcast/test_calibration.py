@@ -21,7 +21,7 @@ from narrowcast.allgather import calibration
 from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, HostLink
 from narrowcast.allgather.coders import CODERS
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.torch_internals import count_collectives
+from narrowcast.collectives import count_collectives
 
 WIDTH = 512
 SHARD_BYTES = WIDTH * WIDTH * 2 // 2  # bf16, over two ranks

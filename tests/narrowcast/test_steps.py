@@ -1,4 +1,4 @@
-"""Steps of an optimizer are followed: skipped by a rank, taken by another optimizer, unannounced."""
+"""Steps of the optimizer: skipped by a rank, taken by another optimizer, or not announced."""
 
 import logging
 from collections.abc import Iterator

@@ -3,6 +3,7 @@
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -30,6 +31,28 @@ def test_every_step_of_every_variant_is_timed(ranks, folder: Path) -> None:
         assert len(steps) == 2
         assert all(step[kind] > 0 for step in steps for kind in KINDS)
         assert largest > 10_000
+
+
+def test_a_collective_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From when all ranks have come to it; what goes on after its call has returned included."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def passes(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(link_benchmark, "time", clock)
+    monkeypatch.setattr("torch.distributed.barrier", lambda: passes(100))
+    work = SimpleNamespace(wait=lambda: passes(4))
+
+    def start() -> SimpleNamespace:
+        passes(2)
+        return work
+
+    watch = link_benchmark.Stopwatch(started=0.0)
+    assert watch.timed("all_gather", start)() is work
+    watch.timed("all_gather", lambda: passes(8))()
+    watch.end_step()
+    assert watch.steps == [{"all_gather": 14, "step": 214}]
 
 
 @pytest.mark.parametrize(

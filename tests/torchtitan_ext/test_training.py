@@ -13,12 +13,12 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.tools.logging import logger as torchtitan_logger
 
-from narrowcast.volume import COLLECTIVES
+from narrowcast.volume import COLLECTIVES, StepVolume
 from tests.narrowcast.test_controller import SLOW, ever_other_choices, on_a_link
 from tests.narrowcast.training import same_bits
-from tests.ranks import Ranks
+from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
-from torchtitan_ext.metrics import layout
+from torchtitan_ext.metrics import console_line, layout
 
 ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value")
 GRADIENTS = "--narrowcast.reduce_scatter.enable"
@@ -329,3 +329,26 @@ def test_torchrun_launches_it(folder: Path) -> None:
         assert process.returncode == 0, f"{entry}: {errors[-3000:]}"
         assert "step:  2  loss:" in output
         assert re.search(r"bits a parameter: first gather \S+, later \S+, gradients \d", output)
+
+
+@pytest.mark.parametrize("section", ["all_gather", "reduce_scatter"])
+def test_a_job_that_shards_nothing_is_told_so_and_by_which_key(
+    ranks, folder: Path, section: str
+) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / f"unsharded {section}")
+    degrees = ("--parallelism.data_parallel_replicate_degree", "2")
+    degrees += ("--parallelism.data_parallel_shard_degree", "1")
+    switch = f"--narrowcast.{section}.enable"
+    for outcome in ranks(2).outcomes(train, str(toml), *degrees, switch):
+        assert isinstance(outcome, Raised)
+        assert outcome.message.startswith(f"narrowcast.{section}.enable = true cannot work here: ")
+        assert "parallelism.data_parallel_shard_degree is 1 here" in outcome.message
+
+
+def test_what_plain_torch_would_send_is_said_to_be_the_least() -> None:
+    """gloo's reduce-scatter sends about twice as much as a ring."""
+    step = StepVolume()
+    step.sent["all_gather"], step.plain["all_gather"] = 1 << 20, 4 << 20
+    line = console_line(7, step)
+    assert line == "step:  7  sent: 1.00 MiB, plain at least 4.00 MiB (25%)"
+    assert "bytes plain torch would send at least (ring)" in layout()["Communication volume"]

@@ -4,7 +4,6 @@ import inspect
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from fnmatch import fnmatch
 from functools import partial
 from itertools import zip_longest
@@ -29,7 +28,14 @@ from narrowcast.failure import Job, job_of
 from narrowcast.modes import own_mode
 from narrowcast.steps import StepHook
 from narrowcast.torch_internals import ParamGroup, is_default, param_groups
-from narrowcast.volume import CountedModel, check_volume, count_volume, uncounted
+from narrowcast.volume import (
+    CountedModel,
+    check_volume,
+    count_volume,
+    extra_of,
+    named,
+    uncounted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +84,11 @@ class NarrowedModel:
                 comm.plain, comm.group.all_gather = comm.group.all_gather, comm
                 if selection is not None and comm.group.device.type == "cpu":
                     comm.waits = partial(selection.wait_for_gather, comm.group)
+        self._guarded = [
+            comm.group
+            for comm in comms
+            if comm.group.guard_reduction(partial(job.together, f"backward of {comm.group.name}"))
+        ]
         if optimizer is not None:
             groups = [comm.group for comm in comms]
             self._steps = StepHook(optimizer, groups, self._after_step)
@@ -89,7 +100,7 @@ class NarrowedModel:
             if self.ledger is not None and self.ledger.last is not None:
                 self.ledger.last.kept_bytes = self.kept_bytes
             if self.selection is not None:
-                with self.ledger.extra() if self.ledger else nullcontext():
+                with extra_of(self.ledger):
                     self.selection.after_step()
             self.refresh()
 
@@ -120,7 +131,7 @@ class NarrowedModel:
 
         Runs by itself after each step of the optimizer. Call it after parameters changed otherwise
         (a checkpoint was loaded), if you like: a change that nobody announced is noticed when the
-        shard is gathered, and costs a second round there.
+        shard is gathered, and costs what was announced and, in a second round, all payloads again.
         """
         comms = [comm for comm in self._comms if comm.schemes is not None]
         with own_mode():
@@ -145,8 +156,10 @@ class NarrowedModel:
             self.ledger.on_gradients = None
         for comm in self._comms:
             comm.group.all_gather = comm.plain
+        for group in self._guarded:
+            group.unguard_reduction()
         self.reset()
-        self._comms = []  # a second call must not touch the model, which may be narrowed again
+        self._comms, self._guarded = [], []  # a second call must not touch what is narrowed again
         if self._counted is not None:
             self._counted.remove()
 
@@ -255,7 +268,7 @@ def narrow_all_gather(
     controller = None
     if chooses:
         treated = {name for name, scheme in schemes.items() if scheme.treatment != "raw"}
-        with job.together("narrow_all_gather"), ledger.named() if ledger else nullcontext():
+        with job.together("narrow_all_gather"), named():
             controller = Controller(
                 comms,
                 treated,
@@ -266,6 +279,7 @@ def narrow_all_gather(
                     block_size=block_size,
                     block_check=block_check,
                     coder=find_coder(coder),
+                    counts=volume,
                     job=job.group,
                 ),
                 Rules(

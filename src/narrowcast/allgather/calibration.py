@@ -23,6 +23,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from narrowcast import clock, floats
+from narrowcast.agreement import raise_alike
 from narrowcast.allgather import codec
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.coders import Coder, find_coder
@@ -82,7 +83,8 @@ class Links:
         ranks: global ranks of the group.
         all_gather: by the bytes of one rank's shard.
         reduce_scatter: the backend's own, of fp32, by the bytes of the shard that one rank gets.
-        swap: ``exchange``, by the bytes of the payload for each partner.
+        swap: ``exchange`` and the agreement that ends a reduction, by the bytes of the payload for
+            each partner.
         gather_overhead: seconds of a narrowed gather beyond the link's, however small it is.
         unchanged_per_byte: seconds a byte of the shard that one takes besides, if nothing has
             changed: what a rank does with whole shards, which no piece of one tells.
@@ -255,18 +257,32 @@ def _measure_links(
     stopwatch = _Stopwatch([process_group], device)
 
     def all_gather(nbytes: int) -> Callable[[], object]:
-        shard = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        gathered = shard.repeat(world_size)
-        return lambda: dist.all_gather_single(gathered, shard, group=process_group)
+        shard = _noise(nbytes, device)
+
+        def gather() -> None:  # into fresh memory, as FSDP2 does
+            gathered = shard.new_empty(world_size * nbytes)
+            dist.all_gather_single(gathered, shard, group=process_group)
+
+        return gather
 
     def reduce_scatter(nbytes: int) -> Callable[[], object]:
-        gradients = torch.ones(world_size * nbytes // 4, device=device)
-        reduced = torch.ones(nbytes // 4, device=device)
-        return lambda: dist.reduce_scatter_single(reduced, gradients, group=process_group)
+        gradients = _noise(world_size * nbytes, device).view(torch.float32)
+
+        def reduce() -> None:
+            reduced = gradients.new_empty(nbytes // 4)
+            dist.reduce_scatter_single(reduced, gradients, group=process_group)
+
+        return reduce
 
     def swap(nbytes: int) -> Callable[[], object]:
-        payload = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        return lambda: list(exchange(lambda _: payload, process_group))
+        payload = _noise(nbytes, device)
+
+        def exchange_and_agree() -> None:
+            for _ in exchange(lambda _: payload, process_group):
+                pass
+            raise_alike(None, process_group, device)
+
+        return exchange_and_agree
 
     def curve(operation: Callable[[int], Callable[[], object]], largest: int) -> Curve:
         return _measure_curve(operation, largest, stopwatch, _CURVE_SHARE * seconds)
@@ -343,7 +359,7 @@ def _unchanged_gather(
     param = ShardedParam("weight", nbytes // torch.bfloat16.itemsize, torch.bfloat16)
     group = _OneShard(process_group, (param,), stopwatch.device)
     comm = NarrowAllGather(group, {"weight": Scheme("value")}, find_coder("auto"))
-    shard = torch.ones(param.numel, dtype=torch.bfloat16, device=stopwatch.device)
+    shard = _noise(nbytes, stopwatch.device).view(torch.bfloat16)
     size = [process_group.size() * shard.numel()]
 
     def gather() -> None:  # into fresh memory, as in training
@@ -353,6 +369,14 @@ def _unchanged_gather(
     seconds, *_ = stopwatch.times(gather, _REPEATS)
     head_size = comm.state_of(process_group).head_size
     return max(seconds - gathering.seconds(head_size), 0.0)
+
+
+def _noise(nbytes: int, device: torch.device) -> Tensor:
+    """Bytes (uint8) of Gaussian fp32 values, which no link makes smaller on its way; the same ones
+    again and again after a MiB."""
+    generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
+    values = torch.randn(_SAMPLE // 4, generator=generator).view(torch.uint8)
+    return values.repeat(-(-nbytes // _SAMPLE))[:nbytes].to(device)
 
 
 def _exponents(device: torch.device) -> list[Tensor]:
@@ -397,8 +421,8 @@ def _speed(operation: Callable[[], object], nbytes: int, stopwatch: _Stopwatch) 
 
 def _measure_host(largest: int, stopwatch: _Stopwatch, seconds: float) -> HostLink:
     def copy(nbytes: int, to_host: bool) -> Callable[[], object]:
-        there = torch.ones(nbytes, dtype=torch.uint8, device=stopwatch.device)
-        here = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+        there = _noise(nbytes, stopwatch.device)
+        here = _noise(nbytes, torch.device("cpu")).pin_memory()
         target, source = (here, there) if to_host else (there, here)
         return lambda: target.copy_(source, non_blocking=True)
 

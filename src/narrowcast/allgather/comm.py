@@ -42,7 +42,7 @@ from narrowcast.torch_internals import (
     ShardedParam,
     WorkThatFinishes,
 )
-from narrowcast.volume import Ledger, all_reduce_bytes
+from narrowcast.volume import Ledger, all_reduce_bytes, named
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Announcer:
         states = [comm.whole_state() for comm in comms]
         first, ledger = comms[0], comms[0].ledger
         process_group = first.group.process_group
-        with first.named():
+        with named():
             sizes = [state.next_size for state in states]
             largest = largest_sizes(sizes, process_group, first.group.device)
         if ledger is not None:
@@ -254,7 +254,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             )
         self.foresight.starts(state.kept)
         prepared, state.prepared = state.prepared, None
-        is_new = prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes)
+        with self._timed():
+            is_new = prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes)
         if is_new:
             unannounced = prepared is not None
             with self._timed():
@@ -263,14 +264,14 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             known = state.sequence > 0 and self._is_whole(group)
             if unannounced and known and self.on_unannounced is not None:
                 self.on_unannounced(self)
-        with self.named():
+        with named():
             slots, work = start_round(prepared.payload, state.slot_size, group, async_op)
 
         def finish() -> None:
             self.foresight.finishes(state.kept)
             if work is not None:
                 work.wait()
-            with self.named():
+            with named():
                 self._finish(state, group, prepared, slots, rows)
 
         return finish
@@ -356,9 +357,6 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
 
     def _together(self) -> AbstractContextManager[None]:
         return self.job.together(self._subject(None)) if self.job is not None else nullcontext()
-
-    def named(self) -> AbstractContextManager[None]:
-        return self.ledger.named() if self.ledger is not None else nullcontext()
 
     def _encode(self, state: GroupState, group: dist.ProcessGroup, shard_bytes: Tensor) -> Prepared:
         """Never raises: a rank that cannot encode must tell the others, or they would hang."""

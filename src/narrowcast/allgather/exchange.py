@@ -1,9 +1,10 @@
 """Moves payloads of unequal size between the ranks of a group; raw and coded shards share it.
 
-A slot is what every rank sends, as large as the largest payload that was announced. A payload that
-does not fit sends its head alone, and since the heads say how large the bodies are, every rank sees
-that a second round is due and how large. So a shard that changed behind our back on one rank costs
-a round, and no rank ever waits for another that does not come.
+A slot is what every rank sends, as large as the largest payload that was announced. Of a payload
+that does not fit, the slot holds the head and as much as fits, and since the heads say how large
+the bodies are, every rank sees that a second round is due and how large: it sends all bodies again,
+whole. So a shard that changed behind our back on one rank costs the slot and a round, and no rank
+ever waits for another that does not come.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,6 +21,13 @@ def largest_sizes(sizes: list[int], group: dist.ProcessGroup, device: torch.devi
     return largest.tolist()
 
 
+def in_slot(payload: Tensor, slot_size: int) -> Tensor:
+    """A payload, uint8, cut or padded to ``slot_size`` bytes."""
+    slot = payload.new_zeros(slot_size)
+    slot[: payload.numel()] = payload[:slot_size]
+    return slot
+
+
 def start_round(
     payload: Tensor, slot_size: int, group: dist.ProcessGroup, async_op: bool
 ) -> tuple[Tensor, dist.Work | None]:
@@ -28,8 +36,7 @@ def start_round(
     Returns:
         The slots of all ranks, uint8 of (W, slot_size), valid once the work is waited for.
     """
-    slot = payload.new_zeros(slot_size)
-    slot[: payload.numel()] = payload[:slot_size]
+    slot = in_slot(payload, slot_size)
     slots = payload.new_empty(group.size() * slot_size)
     work = dist.all_gather_single(slots, slot, group=group, async_op=async_op)
     return slots.view(group.size(), slot_size), work

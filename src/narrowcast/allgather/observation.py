@@ -21,6 +21,7 @@ from narrowcast import clock, floats
 from narrowcast.allgather import codec, wire
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme
 from narrowcast.allgather.coders import Coder
+from narrowcast.allgather.exchange import in_slot
 from narrowcast.allgather.runs import MAX_RUN_VALUES
 from narrowcast.changes import Changes, count_changes
 from narrowcast.floats import FloatLayout
@@ -92,56 +93,114 @@ NUM_NUMBERS = len(Seen().to_numbers())
 
 
 def examine(
-    old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, coder: Coder
+    old_N: Tensor,
+    new_N: Tensor,
+    layout: FloatLayout,
+    scheme: Scheme,
+    coder: Coder,
+    counts: bool = True,
 ) -> Seen:
     """Looks at a piece of a shard as it was before a step of the optimizer, and as it is after.
 
     Args:
         old_N, new_N: as integers of ``layout.bits``.
         scheme: how exponents are exchanged; its treatment does not matter.
+        counts: whether gathers count what changed, as with a ledger.
     """
     changes = count_changes(new_N, old_N, layout, scheme.block_size)
-    costs = tuple(
-        _cost(old_N, new_N, layout, replace(scheme, treatment=treatment), coder)
-        for treatment in TREATMENTS
-    )
-    return Seen(changes, costs)
+    costs = []
+    for treatment in TREATMENTS:
+        passage = _Passage(replace(scheme, treatment=treatment), layout, coder, counts)
+        first = passage.gather(old_N, new_N, is_first=True)
+        later = replace(first, preparing=0.0)  # of coded and raw shards nothing is kept
+        if treatment in ("value", "exponent"):
+            later = passage.gather(new_N, new_N, is_first=False)
+        pairs = zip(first.cost, later.cost, strict=True)
+        costs.append(Cost(*(number for pair in pairs for number in pair)))
+    return Seen(changes, tuple(costs))
 
 
-def _cost(old_N: Tensor, new_N: Tensor, layout: FloatLayout, scheme: Scheme, coder: Coder) -> Cost:
-    """Goes the way of a shard through ``comm`` but for the link, by the same functions."""
+@dataclass(frozen=True)
+class _Gather:
+    """Bytes that a piece takes in one gather, and seconds: of what only the first gather of a step
+    has to do before it encodes, of hashing, of other encoding, and of decoding by one rank."""
 
-    def gather(before_N: Tensor) -> tuple[float, float, float, float]:
+    nbytes: float
+    preparing: float
+    hashing: float
+    encoding: float
+    decoding: float
+
+    @property
+    def cost(self) -> tuple[float, float, float, float]:
+        return self.nbytes, self.hashing, self.preparing + self.encoding, self.decoding
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """The way of a shard through ``comm`` but for the link, by the same functions, timed.
+
+    What is compared or copied lies in memory of its own, as it does there: ``torch.equal`` of a
+    tensor with itself returns at once.
+    """
+
+    scheme: Scheme
+    layout: FloatLayout
+    coder: Coder
+    counts: bool
+
+    def gather(self, before_N: Tensor, new_N: Tensor, is_first: bool) -> _Gather:
+        """Of ``new_N``, where ``before_N`` was gathered before."""
+        scheme, layout, device = self.scheme, self.layout, new_N.device
+        before_N = before_N.clone()
         kept = codec.sender_keeps(before_N, scheme, layout)
         kept_N = codec.receiver_keeps(before_N, scheme, layout)
-        start = clock.now(new_N.device)
-        hashing = 0.0
-        if scheme.treatment == "exponent" and scheme.exponent_exchange == "blocks":
-            exponents_N = floats.exponents(new_N, layout)
-            if scheme.keeps_hashes:
-                codec.block_hashes(exponents_N, scheme.block_size)
-            else:
-                codec.changed_blocks(exponents_N, kept, scheme.block_size)
-            hashing = clock.now(new_N.device) - start
-        start = clock.now(new_N.device)
-        torch.equal(new_N, new_N)  # as a shard is compared with the one that was prepared
-        encoded = codec.encode(new_N, kept, scheme, layout, coder)
+        row_N = torch.empty_like(new_N)
+        shard_N, preparing = new_N, 0.0
+        if is_first:
+            start = clock.now(device)
+            shard_N = self._prepared(new_N, kept)
+            preparing = clock.now(device) - start
+        hashing = self._hashing(shard_N, kept)
+        start = clock.now(device)
+        encoded = codec.encode(shard_N, kept, scheme, layout, self.coder)
         payload = wire.pack(
-            [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=new_N.device
+            [encoded], coder=self.coder, settings=0, sequence=0, shard_checksum=0, device=device
         )
-        encoding = clock.now(new_N.device) - start - hashing
-        start = clock.now(new_N.device)
-        (arrived,) = wire.unpack_body(*wire.unpack(payload))
-        bits_N = codec.decode(arrived, kept_N, new_N.numel(), scheme, layout, coder)
+        slot = in_slot(payload, payload.numel())
+        encoding = max(clock.now(device) - start - hashing, 0.0)
+        start = clock.now(device)
+        (arrived,) = wire.unpack_body(*wire.unpack(slot))
+        bits_N = codec.decode(arrived, kept_N, new_N.numel(), scheme, layout, self.coder)
         row_N.copy_(bits_N)
-        codec.receiver_keeps(bits_N, scheme, layout)
-        return encoded.size, hashing, max(encoding, 0.0), clock.now(new_N.device) - start
+        to_keep = codec.receiver_keeps(bits_N, scheme, layout)
+        if to_keep is not kept_N:
+            kept_N.copy_(to_keep)
+        decoding = clock.now(device) - start
+        if scheme.keeps_hashes:  # of what it has sent, when it decodes its own
+            hashing += self._hashing(shard_N, kept)
+        return _Gather(encoded.size, preparing, hashing, encoding, decoding)
 
-    row_N = torch.empty_like(new_N)
-    first = gather(old_N)
-    # Nothing is kept of a coded or raw shard, so that a later gather is as the first.
-    later = gather(new_N) if scheme.treatment in ("value", "exponent") else first
-    return Cost(*(value for both in zip(first, later, strict=True) for value in both))
+    def _prepared(self, new_N: Tensor, kept: Tensor | None) -> Tensor:
+        """The shard as it is encoded ahead: cast, joined, counted, and compared when it is due."""
+        shard_N = torch.cat([new_N.clone()])
+        if self.counts and kept is not None and not self.scheme.keeps_hashes:
+            count_changes(shard_N, kept, self.layout, self.scheme.block_size)
+        torch.equal(shard_N, new_N)
+        return shard_N
+
+    def _hashing(self, shard_N: Tensor, kept: Tensor | None) -> float:
+        """Seconds to find the changed blocks, which is a part of encoding."""
+        scheme = self.scheme
+        if scheme.treatment != "exponent" or scheme.exponent_exchange != "blocks":
+            return 0.0
+        start = clock.now(shard_N.device)
+        exponents_N = floats.exponents(shard_N, self.layout)
+        if scheme.keeps_hashes:
+            codec.block_hashes(exponents_N, scheme.block_size)
+        else:
+            codec.changed_blocks(exponents_N, kept, scheme.block_size)
+        return clock.now(shard_N.device) - start
 
 
 @dataclass(frozen=True)
@@ -162,6 +221,7 @@ class Observer:
     Attributes:
         scheme: how exponents are exchanged; its treatment does not matter.
         coder: as of training.
+        counts: whether gathers count what changed.
         seen: by parameter, and of ``ALL``, on this rank since ``clear``.
         pieces_a_step: how many there is room for; 0 until it is known.
         spent, elapsed: seconds that went into looking since ``clear``, and that passed meanwhile.
@@ -181,12 +241,13 @@ class Observer:
         block_size: int,
         block_check: BlockCheck,
         coder: Coder,
+        counts: bool = True,
         share: float = SHARE,
         job: dist.ProcessGroup | None = None,
     ) -> None:
         self._groups, self._job = groups, job
         self.scheme = Scheme("value", exponent_exchange, block_size, block_check)
-        self.coder, self._share = coder, share
+        self.coder, self.counts, self._share = coder, counts, share
         self._names = names
         self._take_turns()
         self._next, self._due, self._steps = 0, 0.0, 0
@@ -226,7 +287,7 @@ class Observer:
             layout = floats.LAYOUTS[info.dtype]
             stop = piece.start + piece.bits_N.numel()
             new_N = group.piece(piece.param, piece.start, stop).view(layout.bits)
-            seen = examine(piece.bits_N, new_N, layout, self.scheme, self.coder)
+            seen = examine(piece.bits_N, new_N, layout, self.scheme, self.coder, self.counts)
             whole = 2 * new_N.numel() > self._longest
             for name in (info.name, ALL) if whole else (info.name,):
                 self.seen[name] = self.seen.get(name, Seen()) + seen
@@ -267,7 +328,7 @@ class Observer:
         for _ in range(2):  # the first call of everything takes longer
             dist.barrier(self._job)
             began = time.perf_counter()
-            examine(bits_N, other_N, layout, self.scheme, self.coder)
+            examine(bits_N, other_N, layout, self.scheme, self.coder, self.counts)
         return time.perf_counter() - began
 
     def _agree(self, step_seconds: float) -> None:

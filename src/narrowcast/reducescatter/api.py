@@ -1,6 +1,7 @@
 """Narrows the gradient reduce-scatters of a model that ``fully_shard`` has sharded."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, get_args
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch.optim import Optimizer
 
 from narrowcast.agreement import check_settings, sharded_groups
 from narrowcast.allgather.coders import find_coder
-from narrowcast.failure import job_of
+from narrowcast.failure import Job, job_of
 from narrowcast.reducescatter.codec import Treatment
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.torch_internals import ParamGroup, is_default
@@ -24,18 +25,28 @@ class NarrowedGradients:
             where the model's all-gathers are narrowed too.
     """
 
-    def __init__(self, comms: list[NarrowReduceScatter], counted: CountedModel | None) -> None:
+    def __init__(
+        self, comms: list[NarrowReduceScatter], counted: CountedModel | None, job: Job
+    ) -> None:
         self.ledger = counted.ledger if counted else None
         self._counted = counted
         self._replaced = [(comm.group, comm.group.reduce_scatter) for comm in comms]
+        self._guarded: list[ParamGroup] = []
         for comm in comms:
             comm.group.reduce_scatter = comm
+            if comm.group.guard_reduction(partial(job.together, f"backward of {comm.group.name}")):
+                self._guarded.append(comm.group)
 
     def remove(self) -> None:
         """Gives the model back its own reduce-scatters. Call it on every rank."""
         for group, replaced in self._replaced:
             group.reduce_scatter = replaced
-        self._replaced = []  # a second call must not touch the model, which may be narrowed again
+        for group in self._guarded:
+            group.unguard_reduction()
+        self._replaced, self._guarded = (
+            [],
+            [],
+        )  # a second call must not touch what is narrowed again
         if self._counted is not None:
             self._counted.remove()
 
@@ -88,7 +99,7 @@ def narrow_reduce_scatter(
     comms = [
         NarrowReduceScatter(group, treatment, find_coder(coder), ledger, job) for group in groups
     ]
-    return NarrowedGradients(comms, counted)
+    return NarrowedGradients(comms, counted, job)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> None:

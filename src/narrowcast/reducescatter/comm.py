@@ -33,7 +33,7 @@ from narrowcast.torch_internals import (
     WorkThatFinishes,
     reduction,
 )
-from narrowcast.volume import Ledger, all_reduce_bytes
+from narrowcast.volume import Ledger, all_reduce_bytes, named
 
 
 @dataclass
@@ -74,7 +74,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
             rows_WN = input_tensor.view(group.size(), -1)
             if self.ledger is not None:
                 self.ledger.show_gradients(self.group, rows_WN)
-            with self.ledger.named() if self.ledger is not None else nullcontext():
+            with named():
                 self._exchange(rows_WN, group)
             _sum_in_order(output_tensor, rows_WN, factor, divisor)
         return WorkThatFinishes(lambda: None) if async_op else None
