@@ -1,6 +1,7 @@
 """What one model of a process sends is in no other's ledger."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,6 +128,7 @@ def _announced() -> tuple[int, dict[str, int]]:
     counted = count_volume(param_groups(model), optimizer)
     handle = narrow_all_gather(other, others_optimizer, treatment="value")
     handle.refresh()
+    train(replace(setup, steps=1), other, others_optimizer)  # announced before its first gather
     own = handle.ledger.current.sent["all_gather"]
     sent = dict(counted.ledger.current.sent)
     handle.remove()
