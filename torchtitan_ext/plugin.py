@@ -49,6 +49,16 @@ class TrainerPlugin:
             check_dispatch(config)
             config = deduplicating(config)
         super().__init__(config)
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> None:
+        """Put into the trainer what the sections ask for."""
+        config = self.config
+        switches = config.narrowcast
         if switches.dispatch.deduplicate:
             set_up_dispatch(self)
         if switches.placement.enable:
@@ -99,11 +109,15 @@ class TrainerPlugin:
                 run.after(self.step)
 
     def close(self) -> None:
-        """Give the model back its own collectives, then close the trainer."""
-        for handle in (*self._handles(), self._traced, self.placed):
-            if handle is not None:
-                handle.remove()
-        super().close()
+        """Give the model back its own collectives, and close the trainer.
+
+        All of it is done whatever part of it raises; errors are raised then.
+        """
+        with contextlib.ExitStack() as stack:  # which is left from the last to the first
+            stack.callback(super().close)
+            for handle in (self.placed, self._traced, *self._handles()):
+                if handle is not None:
+                    stack.callback(handle.remove)
 
     def _handles(self) -> list[NarrowedModel | NarrowedGradients | CountedModel]:
         handles = (self.narrowed, self.narrowed_gradients, self._counted)

@@ -71,25 +71,46 @@ def moe_layers(model_part: nn.Module) -> dict[str, MoE]:
     }
 
 
+class _Recorded:
+    """A dispatcher's `dispatch`, of which others are told."""
+
+    def __init__(self, replaced: Callable[..., Any] | None, dispatch: Callable[..., Any]) -> None:
+        self.replaced = replaced  # of the dispatcher itself; None where its class has it
+        self.records: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
+        self._dispatch = dispatch
+
+    def __call__(
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *rest: Any
+    ) -> Any:
+        for record in self.records:
+            record(ids_TK, scores_TK)
+        return self._dispatch(x_TD, scores_TK, ids_TK, *rest)
+
+
 def on_dispatch(
     moe: MoE, record: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Callable[[], None]:
     """Call `record(ids_TK, scores_TK)` with what this rank's tokens selected, at every dispatch.
 
-    Dispatchers are no modules, and have no hooks. Returns a function that ends it.
+    Dispatchers are no modules, and have no hooks. Returns a function that ends it; where several
+    record, these may be called in any order.
     """
     dispatcher = moe.routed_experts.token_dispatcher
-    dispatch = dispatcher.dispatch
-
-    def recorded(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *rest: Any):
-        record(ids_TK, scores_TK)
-        return dispatch(x_TD, scores_TK, ids_TK, *rest)
-
-    dispatcher.dispatch = recorded
+    recorded = dispatcher.dispatch
+    if not isinstance(recorded, _Recorded):
+        recorded = _Recorded(vars(dispatcher).get("dispatch"), recorded)
+        dispatcher.dispatch = recorded
+    recorded.records.append(record)
 
     def undo() -> None:
-        assert dispatcher.dispatch is recorded, "hooks must be undone in reverse order"
-        del dispatcher.dispatch
+        recorded.records.remove(record)
+        # What another tool has laid over it since stays, and goes through it.
+        if recorded.records or dispatcher.dispatch is not recorded:
+            return
+        if recorded.replaced is None:
+            del dispatcher.dispatch
+        else:
+            dispatcher.dispatch = recorded.replaced
 
     return undo
 

@@ -106,8 +106,9 @@ class RoutingWatch:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for undo in reversed(self._undo):
+        for undo in self._undo:
             undo()
+        self._undo = []
 
 
 class TraceRun:
