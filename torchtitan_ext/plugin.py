@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
 from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
 from narrowcast.volume import CountedModel, Ledger, count_volume
-from torchtitan_ext.dispatching import (
-    check_dispatch,
-    count_dispatch,
-    deduplicating,
-    set_up_dispatch,
-)
+from torchtitan_ext.checking import check_on_every_rank
+from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
+from torchtitan_ext.job import Job
 from torchtitan_ext.metrics import MetricsPlugin
 from torchtitan_ext.placing import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
@@ -44,9 +42,7 @@ class TrainerPlugin:
     _counted: CountedModel | None = None
 
     def __init__(self, config: Any) -> None:
-        switches = config.narrowcast
-        if switches.dispatch.deduplicate:
-            check_dispatch(config)
+        if config.narrowcast.dispatch.deduplicate:
             config = deduplicating(config)
         super().__init__(config)
         try:
@@ -54,6 +50,16 @@ class TrainerPlugin:
         except BaseException:
             self.close()
             raise
+
+    def init_distributed(self) -> ParallelDims:
+        """As torchtitan's, which builds nothing before it; then every rank checks our sections.
+
+        Raises:
+            ValueError: one cannot work with this job; on every rank alike.
+        """
+        dims = super().init_distributed()
+        check_on_every_rank(Job(self.config, dims))
+        return dims
 
     def _set_up(self) -> None:
         """Put into the trainer what the sections ask for."""

@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,12 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 from narrowcast import figures
 from narrowcast.experts.files import check_writable
+from torchtitan_ext.config import PlacementConfig
+from torchtitan_ext.launch import LAUNCHED, is_first_rank, prepared, quiet, speaks
 from torchtitan_ext.recommendation import recommend
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 STEPS = 40
+_NAME = "torchtitan_ext.profile"
 _LEAST_STEPS = 6
 _SETTLED_STEPS = 10  # at the end, of which all but figure 2 is
 _PROFILED_STEPS = 2
@@ -49,12 +51,17 @@ _MEASURES = (
 )
 
 
+class ProfileError(ValueError):
+    """A job cannot be profiled in so many steps; raised on every rank alike."""
+
+
 def launch(ranks: int | None, flags: Sequence[str]) -> int:
     """Profiles on so many ranks of this machine (None: one for each accelerator), or, within
-    torchrun, as one of its ranks. Returns the exit code.
+    torchrun, as one of its ranks. Returns the exit code there; elsewhere this process becomes
+    torchrun's, so that it ends when torchrun does, and the other way round.
 
     Raises:
-        ValueError: there are no two ranks.
+        ValueError, ImportError, OSError: there are no two ranks, or flags or files are wrong.
     """
     if "RANK" in os.environ:
         if ranks is not None:
@@ -63,45 +70,76 @@ def launch(ranks: int | None, flags: Sequence[str]) -> int:
         return 0
     import torch
 
-    if ranks is None and torch.accelerator.is_available():
-        ranks = torch.accelerator.device_count()
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    ranks = devices if ranks is None else ranks
     if ranks is None or ranks < 2:
         given = "there is no accelerator" if ranks is None else f"{ranks} rank"
         raise ValueError(f"{given}: parameters are gathered by 2 ranks or more: give --ranks N")
+    if devices is not None and ranks > devices:
+        raise ValueError(f"--ranks {ranks}: this machine has {devices} accelerators: give no more")
+    given_flags = sys.argv[1:]
+    with quiet():  # what is wrong is said here, once, and not by torchrun
+        _prepare(flags, world_size=ranks)
+    sys.argv[1:] = given_flags
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan_ext.profile", *flags]
-    return subprocess.run(command).returncode
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
 
 
 def main(flags: list[str] | None = None) -> None:
-    """A rank of it. Exits with code 2 and a short message where flags or files are wrong."""
+    """A rank of it. Exits with code 2 and a short message where flags or files are wrong, on every
+    rank alike."""
     flags = sys.argv[1:] if flags is None else flags
-    from torchtitan_ext import compat, cpu
-
-    compat.apply()
-    cpu.apply()
     import torch.distributed as dist
     from torchtitan.tools.logging import init_logger
 
-    from torchtitan_ext.train import once
-
     init_logger()
 
-    with once():
-        try:
-            steps, flags = _take_steps(flags)
-            config = _parse(flags)
-            folder = Path(config.dump_folder) / "profile"
-            figures.check_drawable()
-            if os.environ.get("RANK", "0") == "0":
-                check_writable(folder / "profile.json")
-        except (ValueError, ImportError, OSError) as error:
-            print(f"torchtitan_ext.profile: {error}", file=sys.stderr)
-            sys.exit(2)
-    measured = profile(config, steps)
+    def prepare() -> tuple[int, "Trainer.Config"]:
+        found = _prepare(flags)
+        missing = [name for name in LAUNCHED if not os.environ.get(name)]
+        if missing and not dist.is_initialized():
+            raise ValueError(
+                f"{', '.join(missing)} not set: start the ranks by torchrun, or all of it by "
+                "narrowcast profile --ranks N"
+            )
+        return found
+
+    steps, config = prepared(_NAME, prepare)
+    try:
+        measured = profile(config, steps)
+    except ProfileError as error:
+        if speaks():
+            print(f"{_NAME}: {error}", file=sys.stderr)
+        sys.exit(2)
     if dist.get_rank() == 0:
-        print(f"\n{write(measured, folder)}")
+        print(f"\n{write(measured, _folder(config))}")
     dist.destroy_process_group()
+
+
+def _prepare(flags: Sequence[str], world_size: int | None = None) -> tuple[int, "Trainer.Config"]:
+    """The steps and the job that flags ask for.
+
+    Raises:
+        ValueError, ImportError, OSError: they are wrong, or files are.
+    """
+    from torchtitan_ext import compat, cpu
+    from torchtitan_ext.checking import check_alone
+
+    compat.apply()
+    cpu.apply()
+    steps, flags = _take_steps(flags)
+    config = _parse(flags)
+    check_alone(_observed(config, steps), is_first_rank=is_first_rank(), world_size=world_size)
+    figures.check_drawable()
+    if is_first_rank():
+        check_writable(_folder(config) / "profile.json")
+    return steps, config
+
+
+def _folder(config: "Trainer.Config") -> Path:
+    return Path(config.dump_folder) / "profile"
 
 
 def write(measured: dict[str, Any], folder: Path) -> str:
@@ -139,12 +177,12 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
         trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())
         trainer.train()
         if max(watch.seconds, default=0) < steps:
-            raise RuntimeError(
+            raise ProfileError(
                 f"the job's data ended before step {steps}: give fewer by {_STEPS_FLAG}"
             )
         controller = trainer.narrowed.selection
         if controller.choice is None:
-            raise RuntimeError(
+            raise ProfileError(
                 "nothing of the shards was seen in so short a run: its steps have less room than a "
                 f"look takes. Give more by {_STEPS_FLAG}"
             )
@@ -310,10 +348,12 @@ def _parse(flags: Sequence[str]) -> "Trainer.Config":
 
 
 def _observed(config: "Trainer.Config", steps: int) -> "Trainer.Config":
-    """The same job, of so many steps, in which nothing is narrowed but all is watched."""
+    """The same job, of so many steps, in which nothing is narrowed but all is watched; routing is
+    not traced, and experts do not move."""
     replace = dataclasses.replace
     warmup = steps - min(_SETTLED_STEPS, steps // 2)
     interval = config.narrowcast.all_gather.reselect_interval
+    placement = config.narrowcast.placement
     narrowcast = replace(
         config.narrowcast,
         all_gather=replace(
@@ -325,13 +365,15 @@ def _observed(config: "Trainer.Config", steps: int) -> "Trainer.Config":
             reselect_interval=interval and max(interval, steps),
         ),
         reduce_scatter=replace(config.narrowcast.reduce_scatter, enable=False),
+        routing_trace=replace(config.narrowcast.routing_trace, enable=False),
+        placement=PlacementConfig() if placement.after_steps else placement,
         volume=replace(config.narrowcast.volume, enable=True),
     )
     # Learning rates are those that the whole job would have.
     total_steps = config.lr_scheduler.total_steps or config.training.steps
     return replace(
         config,
-        dump_folder=str(Path(config.dump_folder) / "profile"),
+        dump_folder=str(_folder(config)),
         training=replace(config.training, steps=steps),
         lr_scheduler=replace(config.lr_scheduler, total_steps=max(total_steps, steps)),
         profiler=replace(config.profiler, enable_profiling=False, enable_memory_snapshot=False),
