@@ -14,9 +14,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan_ext.dispatching import check_dispatch, deduplicating
 from torchtitan_ext.job import Job, world_size_of
 from torchtitan_ext.placing import check_placement, check_placement_files
-from torchtitan_ext.tracing import check_trace, check_trace_file, gathered
-
-ERRORS = (ValueError, ImportError, OSError)
+from torchtitan_ext.tracing import check_trace, check_trace_file, from_every_rank
 
 
 def check_alone(config: Any, *, is_first_rank: bool, world_size: int | None = None) -> None:
@@ -47,14 +45,7 @@ def check_on_every_rank(job: Job) -> None:
     """
     if not _sections(job.config.narrowcast):
         return
-    mine = ""
-    try:
-        _check(job, is_first_rank=dist.get_rank() == 0)
-    except ERRORS as error:
-        mine = str(error)
-    for rank, message in enumerate(gathered(mine)):
-        if message:
-            raise ValueError(message if rank == 0 else f"on rank {rank}: {message}")
+    from_every_rank(lambda: _check(job, is_first_rank=dist.get_rank() == 0))
 
 
 def _sections(switches: Any) -> list[str]:

@@ -33,8 +33,8 @@ def prepared(program: str, prepare: Callable[[], T]) -> T:
     """What `prepare` returns on this rank, if it returns on every one.
 
     If it raises a ValueError, an ImportError or an OSError anywhere, or exits, all ranks exit with
-    code 2, after the first rank of each node has said why. Within it torchtitan logs nothing, and
-    other ranks print nothing.
+    code 2, after the first rank of each node has said why. Another exception is its rank's own, and
+    ends the other ranks so. Within it torchtitan logs nothing, and other ranks print nothing.
 
     Args:
         program: named before the message.
@@ -51,16 +51,18 @@ def prepared(program: str, prepare: Callable[[], T]) -> T:
         if not ended.code:  # --help
             raise
         error = ""  # the parser of the command line has said it
+    except Exception as failure:  # whose traceback this rank will show
+        if _is_launched():
+            _first_error(f"{type(failure).__name__}: {failure}")
+            _wait_until_said()
+        raise
     found = _first_error(error) if _is_launched() else error
     if found is None:
         return result
     if found and speaks():
         print(f"{program}: {found}", file=sys.stderr, flush=True)
     if _is_launched():
-        with contextlib.suppress(RuntimeError):  # another has ended
-            _meet("said")
-        # torchrun ends all ranks once one has ended: each is to end by itself, with its own code.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _wait_until_said()
     sys.exit(2)
 
 
@@ -79,6 +81,14 @@ def _first_error(mine: str | None) -> str | None:
         if mine is not None:
             return mine
         return f"not all of the {os.environ['WORLD_SIZE']} ranks have come: {lost}"
+
+
+def _wait_until_said() -> None:
+    """torchrun ends all ranks once one has ended: each is to end by itself, with its own code, and
+    not before the reason is told."""
+    with contextlib.suppress(RuntimeError):  # another has ended
+        _meet("said")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _of_rank(rank: int, message: str) -> str:

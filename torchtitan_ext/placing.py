@@ -30,6 +30,7 @@ from torchtitan_ext.tracing import (
     check_watch,
     describe,
     describe_job,
+    from_every_rank,
     from_first_rank,
     gathered,
     naming,
@@ -134,20 +135,22 @@ class PlacementRun:
         config, ranks = self._config, self._model["num_ranks"]
         check(trace, ranks, config.nodes)
         num_layers, world_size = len(trace.layers), dist.get_world_size()
-        mine = {
-            layer: plan_layer(
-                trace,
-                layer,
-                num_ranks=ranks,
-                num_nodes=config.nodes,
-                method=config.method,
-                max_load=config.max_load or None,
-                cross_node_weight=config.cross_node_weight or None,
-            )
-            for layer in range(dist.get_rank(), num_layers, world_size)
-        }
+        planned_by_rank = from_every_rank(
+            lambda: {
+                layer: plan_layer(
+                    trace,
+                    layer,
+                    num_ranks=ranks,
+                    num_nodes=config.nodes,
+                    method=config.method,
+                    max_load=config.max_load or None,
+                    cross_node_weight=config.cross_node_weight or None,
+                )
+                for layer in range(dist.get_rank(), num_layers, world_size)
+            }
+        )
         everyones = {
-            layer: experts_E for some in gathered(mine) for layer, experts_E in some.items()
+            layer: experts_E for some in planned_by_rank for layer, experts_E in some.items()
         }
         planned = placement_of(
             trace, [everyones[i] for i in range(num_layers)], ranks, config.nodes, config.method

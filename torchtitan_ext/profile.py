@@ -20,21 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowcast import figures
-from narrowcast.experts.files import check_writable
-from torchtitan_ext.config import PlacementConfig
-from torchtitan_ext.launch import LAUNCHED, is_first_rank, prepared, quiet, speaks
+from torchtitan_ext.launch import LAUNCHED, prepared, quiet, speaks
+from torchtitan_ext.profile_job import STEPS, STEPS_FLAG, folder_of, observed_job, prepare_profile
 from torchtitan_ext.recommendation import recommend
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-STEPS = 40
 _NAME = "torchtitan_ext.profile"
-_LEAST_STEPS = 6
-_SETTLED_STEPS = 10  # at the end, of which all but figure 2 is
 _PROFILED_STEPS = 2
 _PIECES_A_STEP = 4.0  # that are looked at in the warm-up
-_STEPS_FLAG = "--profile.steps"
 
 # What names of collectives hold, written without underscores, in gloo's events and NCCL's kernels.
 _COLLECTIVES = {
@@ -79,7 +74,7 @@ def launch(ranks: int | None, flags: Sequence[str]) -> int:
         raise ValueError(f"--ranks {ranks}: this machine has {devices} accelerators: give no more")
     given_flags = sys.argv[1:]
     with quiet():  # what is wrong is said here, once, and not by torchrun
-        _prepare(flags, world_size=ranks)
+        prepare_profile(flags, world_size=ranks)
     sys.argv[1:] = given_flags
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan_ext.profile", *flags]
@@ -97,7 +92,7 @@ def main(flags: list[str] | None = None) -> None:
     init_logger()
 
     def prepare() -> tuple[int, "Trainer.Config"]:
-        found = _prepare(flags)
+        found = prepare_profile(flags)
         missing = [name for name in LAUNCHED if not os.environ.get(name)]
         if missing and not dist.is_initialized():
             raise ValueError(
@@ -114,32 +109,8 @@ def main(flags: list[str] | None = None) -> None:
             print(f"{_NAME}: {error}", file=sys.stderr)
         sys.exit(2)
     if dist.get_rank() == 0:
-        print(f"\n{write(measured, _folder(config))}")
+        print(f"\n{write(measured, folder_of(config))}")
     dist.destroy_process_group()
-
-
-def _prepare(flags: Sequence[str], world_size: int | None = None) -> tuple[int, "Trainer.Config"]:
-    """The steps and the job that flags ask for.
-
-    Raises:
-        ValueError, ImportError, OSError: they are wrong, or files are.
-    """
-    from torchtitan_ext import compat, cpu
-    from torchtitan_ext.checking import check_alone
-
-    compat.apply()
-    cpu.apply()
-    steps, flags = _take_steps(flags)
-    config = _parse(flags)
-    check_alone(_observed(config, steps), is_first_rank=is_first_rank(), world_size=world_size)
-    figures.check_drawable()
-    if is_first_rank():
-        check_writable(_folder(config) / "profile.json")
-    return steps, config
-
-
-def _folder(config: "Trainer.Config") -> Path:
-    return Path(config.dump_folder) / "profile"
 
 
 def write(measured: dict[str, Any], folder: Path) -> str:
@@ -164,7 +135,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
     from narrowcast.torch_internals import param_groups
     from narrowcast.volume import reduce_over_ranks
 
-    observed = _observed(config, steps)
+    observed = observed_job(config, steps)
     warmup = observed.narrowcast.all_gather.warmup_steps
     trainer = observed.build()
     try:
@@ -178,13 +149,13 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
         trainer.train()
         if max(watch.seconds, default=0) < steps:
             raise ProfileError(
-                f"the job's data ended before step {steps}: give fewer by {_STEPS_FLAG}"
+                f"the job's data ended before step {steps}: give fewer by {STEPS_FLAG}"
             )
         controller = trainer.narrowed.selection
         if controller.choice is None:
             raise ProfileError(
                 "nothing of the shards was seen in so short a run: its steps have less room than a "
-                f"look takes. Give more by {_STEPS_FLAG}"
+                f"look takes. Give more by {STEPS_FLAG}"
             )
         volume = reduce_over_ranks(trainer.narrowed.ledger.last, trainer.device)
         dist.barrier()
@@ -316,69 +287,6 @@ class _Watch:
             if len(shape) == 1 and shape[0] in self._reduced:
                 return "reduce_scatter"
         return kind
-
-
-def _take_steps(flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Our own flag, and the others.
-
-    Raises:
-        ValueError: it is no number of steps.
-    """
-    rest: list[str] = []
-    given: str | None = None
-    remaining = iter(flags)
-    for flag in remaining:
-        name, equals, value = flag.partition("=")
-        if name == _STEPS_FLAG:
-            given = value if equals else next(remaining, "")
-        else:
-            rest.append(flag)
-    if given is None:
-        return STEPS, rest
-    if not given.isdecimal() or int(given) < _LEAST_STEPS:
-        raise ValueError(f"{_STEPS_FLAG} {given}: must be an integer of at least {_LEAST_STEPS}")
-    return int(given), rest
-
-
-def _parse(flags: Sequence[str]) -> "Trainer.Config":
-    from torchtitan.config import ConfigManager
-
-    sys.argv[1:] = ["--module", "torchtitan_ext", "--config", "from_toml", *flags]
-    return ConfigManager().parse_args()
-
-
-def _observed(config: "Trainer.Config", steps: int) -> "Trainer.Config":
-    """The same job, of so many steps, in which nothing is narrowed but all is watched; routing is
-    not traced, and experts do not move."""
-    replace = dataclasses.replace
-    warmup = steps - min(_SETTLED_STEPS, steps // 2)
-    interval = config.narrowcast.all_gather.reselect_interval
-    placement = config.narrowcast.placement
-    narrowcast = replace(
-        config.narrowcast,
-        all_gather=replace(
-            config.narrowcast.all_gather,
-            enable=True,
-            treatment="observe",
-            warmup_steps=warmup,
-            # No other look within the profile, which would be counted as communication.
-            reselect_interval=interval and max(interval, steps),
-        ),
-        reduce_scatter=replace(config.narrowcast.reduce_scatter, enable=False),
-        routing_trace=replace(config.narrowcast.routing_trace, enable=False),
-        placement=PlacementConfig() if placement.after_steps else placement,
-        volume=replace(config.narrowcast.volume, enable=True),
-    )
-    # Learning rates are those that the whole job would have.
-    total_steps = config.lr_scheduler.total_steps or config.training.steps
-    return replace(
-        config,
-        dump_folder=str(_folder(config)),
-        training=replace(config.training, steps=steps),
-        lr_scheduler=replace(config.lr_scheduler, total_steps=max(total_steps, steps)),
-        profiler=replace(config.profiler, enable_profiling=False, enable_memory_snapshot=False),
-        narrowcast=narrowcast,
-    )
 
 
 def _seconds_a_step(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -274,23 +274,47 @@ def gathered(mine: Any, *, on_every_rank: bool = True) -> list[Any] | None:
     return theirs
 
 
-def from_first_rank(read: Any, what: str) -> Any:
+def from_every_rank(make: Callable[[], Any]) -> list[Any]:
+    """What every rank makes, by rank. Every rank must call it, alike.
+
+    Raises:
+        ValueError: one could not make it; on every rank the same, of the first that could not.
+    """
+    made, failure = None, None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    outcomes = gathered((made, None if failure is None else _said(failure)))
+    for rank, (_, said) in enumerate(outcomes):
+        if said is not None:
+            raise ValueError(said if rank == 0 else f"on rank {rank}: {said}") from failure
+    return [made for made, _ in outcomes]
+
+
+def from_first_rank(read: Callable[[], Any], what: str) -> Any:
     """What the first rank reads, on every rank; its error too, with `what` before it.
 
     Raises:
         ValueError: it could not be read.
     """
-    outcome: list[Any] = [None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            with naming(what):
-                outcome = [read()]
-        except ValueError as error:
-            outcome = [error]
+            outcome = [read(), None]
+        except Exception as error:
+            outcome = [None, f"{what}: {_said(error)}"]
     dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    return outcome[0]
+    found, said = outcome
+    if said is not None:
+        raise ValueError(said)
+    return found
+
+
+def _said(error: Exception) -> str:
+    """For users as it is; of errors that are not meant for them, their type too."""
+    is_meant = isinstance(error, ValueError | ImportError | OSError)
+    return str(error) if is_meant else f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from narrowcast.torch_internals import param_groups
 from tests.ranks import Raised
 from tests.torchtitan_ext.test_placement import EP2, LAYERS, TRACE, _placement, _toml
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, build
-from torchtitan_ext import checking
+from torchtitan_ext import checking, placing
 from torchtitan_ext.checking import check_alone
 from torchtitan_ext.dispatching import deduplicating
 from torchtitan_ext.job import Job
@@ -230,26 +230,48 @@ def test_names_are_known_before_the_model_is_built(ranks, folder: Path, config: 
         assert len(names) > len(gathered)
 
 
-def _build_where_one_finds_something(toml: str, found_by: int, *flags: str) -> None:
+def _build_where_one_fails(toml: str, rank: int, error: Exception, *flags: str) -> None:
     def check(job: Job) -> None:
-        if dist.get_rank() == found_by:
-            raise OSError("a library is missing")
+        if dist.get_rank() == rank:
+            raise error
 
     with patch.dict(checking._CHECKS, placement=check):
         build(toml, *flags, then=lambda _: pytest.fail("it was built"))
 
 
-@pytest.mark.parametrize("found_by", [0, 1])
-def test_what_one_rank_alone_can_tell_is_raised_on_every_one(
-    ranks, folder: Path, found_by: int
+@pytest.mark.parametrize(
+    ("rank", "error", "message"),
+    [
+        (0, OSError("a library is missing"), "a library is missing"),
+        (1, OSError("a library is missing"), "on rank 1: a library is missing"),
+        (1, KeyError("a bug"), "on rank 1: KeyError: 'a bug'"),
+    ],
+)
+def test_what_one_rank_alone_finds_is_raised_on_every_one(
+    ranks, folder: Path, rank: int, error: Exception, message: str
 ) -> None:
     toml = _toml(folder, "one-finds")
     outcomes = ranks(2).outcomes(
-        _build_where_one_finds_something, toml, found_by, *WATCH, "4", *ENOUGH
+        _build_where_one_fails, toml, rank, error, *WATCH, "4", *ENOUGH, timeout_s=60
     )
     for outcome in outcomes:
         assert isinstance(outcome, Raised)
-        assert (outcome.type, outcome.message) == (
-            "ValueError",
-            "a library is missing" if found_by == 0 else "on rank 1: a library is missing",
-        )
+        assert (outcome.type, outcome.message) == ("ValueError", message)
+
+
+def _plan_where_one_fails(toml: str, *flags: str) -> None:
+    def plan_layer(*_: Any, **__: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("too much")
+        return torch.arange(8)
+
+    with patch.object(placing, "plan_layer", plan_layer):
+        build(toml, *flags)
+
+
+def test_a_rank_that_cannot_plan_ends_every_one(ranks, folder: Path, files: Path) -> None:
+    flags = (*PLAN_FROM, str(files / "trace.safetensors"))
+    toml = _toml(folder, "one-plans")
+    for outcome in ranks(2).outcomes(_plan_where_one_fails, toml, *flags, timeout_s=60):
+        assert isinstance(outcome, Raised)
+        assert outcome.message == "on rank 1: MemoryError: too much"

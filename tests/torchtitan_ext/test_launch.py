@@ -22,6 +22,8 @@ def prepare():
     if os.environ["RANK"] in failing:
         if sys.argv[2] == "exit":
             sys.exit(2)
+        if sys.argv[2] == "fail":
+            raise KeyError("a bug")
         raise OSError("no file")
     return 7
 
@@ -59,15 +61,24 @@ def _run(failing: str, how: str = "raise") -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(
     ("failing", "how", "said"),
     [
-        ("0", "raise", "it: no file\n"),
         ("1", "raise", "it: on rank 1: no file\n"),
-        ("0,1", "raise", "it: no file\n"),
-        ("1", "exit", "it: on rank 1: the command line is wrong\n"),
-        ("0,1", "exit", ""),  # the parser has said it
+        pytest.param("0", "raise", "it: no file\n", marks=pytest.mark.wide),
+        pytest.param("0,1", "raise", "it: no file\n", marks=pytest.mark.wide),
+        pytest.param(
+            "1", "exit", "it: on rank 1: the command line is wrong\n", marks=pytest.mark.wide
+        ),
+        pytest.param("0,1", "exit", "", marks=pytest.mark.wide),  # the parser has said it
     ],
 )
 def test_what_is_wrong_on_any_rank_ends_every_one(failing: str, how: str, said: str) -> None:
     assert _run(failing, how) == [(2, "a word\n", said), (2, "", "")]
+
+
+def test_a_rank_that_fails_otherwise_shows_its_traceback_and_ends_the_other() -> None:
+    first, second = _run("1", "fail")
+    assert first == (2, "a word\n", "it: on rank 1: KeyError: 'a bug'\n")
+    assert second[0] == 1
+    assert "Traceback" in second[2]
 
 
 def test_where_nothing_is_wrong_the_job_begins() -> None:

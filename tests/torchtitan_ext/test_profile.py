@@ -21,6 +21,7 @@ from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write
 from torchtitan_ext import checking, profile
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from torchtitan_ext.launch import LAUNCHED
+from torchtitan_ext.profile_job import observed_job
 from torchtitan_ext.recommendation import recommend
 from torchtitan_ext.toml import load_config
 
@@ -397,9 +398,9 @@ def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(
     lines += "[narrowcast.reduce_scatter]\nenable = true\n"
     lines += "[narrowcast.all_gather]\nenable = true\nblock_size = 128\nreselect_interval = 5\n"
     toml.write_text(lines)
-    observed = profile._observed(load_config(toml), steps=40)
+    observed = observed_job(load_config(toml), steps=40)
     assert (observed.training.steps, observed.lr_scheduler.total_steps) == (40, 99)
-    longer = profile._observed(load_config(toml), steps=100)
+    longer = observed_job(load_config(toml), steps=100)
     assert (longer.training.steps, longer.lr_scheduler.total_steps) == (100, 100)
     assert observed.dump_folder == str(folder / "whole" / "profile")
     gathers = observed.narrowcast.all_gather
@@ -409,6 +410,6 @@ def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(
     # Steps that come after the profile's are no error of it.
     sections = "[narrowcast.routing_trace]\nenable = true\nfirst_step = 90\n"
     toml.write_text(f"{lines}{sections}[narrowcast.placement]\nafter_steps = 90\n")
-    observed = profile._observed(load_config(toml), steps=40)
+    observed = observed_job(load_config(toml), steps=40)
     assert not observed.narrowcast.routing_trace.enable
     assert not observed.narrowcast.placement.enable
