@@ -13,18 +13,20 @@ from torchtitan_ext.deduplicated_dispatch import (
     DeduplicatedExperts,
     DeduplicatingTokenDispatcher,
 )
+from torchtitan_ext.job import Job
 from torchtitan_ext.private import moe_layers, shared_experts_meanwhile
-from torchtitan_ext.tracing import describe, gathered
+from torchtitan_ext.tracing import describe, describe_job
 
 _SECTION = "narrowcast.dispatch.deduplicate = true"
 
 
-def check_dispatch(config: Any) -> None:
-    """Whether the section can work with a job, as far as its configuration says.
+def check_dispatch(job: Job) -> None:
+    """Whether the section can work with a job, whose overrides put in dispatcher and experts.
 
     Raises:
         ValueError: it cannot; the message names what and why.
     """
+    config = job.config
     dispatch, degree = config.narrowcast.dispatch, config.parallelism.expert_parallel_degree
     if degree == 1:
         raise ValueError(
@@ -43,7 +45,7 @@ def check_dispatch(config: Any) -> None:
             f"narrowcast.placement.nodes = {placement.nodes}, but narrowcast.dispatch.nodes = "
             f"{dispatch.nodes}: plan for the nodes that tokens are sent to, and give both the same"
         )
-    if config.compile.enable and "model" in config.compile.components:
+    if job.is_compiled:
         raise ValueError(
             f"{_SECTION} cannot work with compile.enable = true: rows that are sent while shared "
             "experts compute cannot be traced into one graph. Leave the model out of "
@@ -54,6 +56,14 @@ def check_dispatch(config: Any) -> None:
             'narrowcast.dispatch.kernels = "triton" needs a CUDA device, and there is none: use '
             '"torch"'
         )
+    num_experts = describe_job(job, _SECTION)["num_experts"]
+    if num_experts % degree:
+        raise ValueError(
+            f"{_SECTION} cannot work with {num_experts} experts and "
+            f"parallelism.expert_parallel_degree = {degree}: give a degree that divides the experts"
+        )
+    if others := _others(job.moe_layers):
+        raise ValueError(f"{_SECTION} cannot work here: {others[0]}")
 
 
 def deduplicating(config: Any) -> Any:
@@ -65,25 +75,10 @@ def deduplicating(config: Any) -> Any:
 
 
 def set_up_dispatch(trainer: Any) -> None:
-    """Give dispatchers what they need of the whole job. Every rank must call it, alike.
-
-    Raises:
-        ValueError: a layer of the model has another dispatcher or other experts; the message names
-            it.
-    """
-    model = describe(trainer, _SECTION)
+    """Give dispatchers what they need of the whole job. Every rank must call it, alike."""
     nodes, levels = trainer.config.narrowcast.dispatch.nodes, None
-    degree = trainer.parallel_dims.ep
-    if model["num_experts"] % degree:
-        raise ValueError(
-            f"{_SECTION} cannot work with {model['num_experts']} experts and "
-            f"parallelism.expert_parallel_degree = {degree}: give a degree that divides the experts"
-        )
     if nodes > 1:
         levels = two_levels(trainer.parallel_dims.get_mesh("ep").get_group(), nodes)
-    # Stages of a pipeline have layers of their own, and all are to hear of it.
-    if others := [message for messages in gathered(_others(trainer)) for message in messages]:
-        raise ValueError(f"{_SECTION} cannot work here: {others[0]}")
     for moe in _moe_layers(trainer).values():
         dispatcher = moe.routed_experts.token_dispatcher
         if levels is not None:
@@ -92,10 +87,10 @@ def set_up_dispatch(trainer: Any) -> None:
             dispatcher.hooks.meanwhile = shared_experts_meanwhile(moe)
 
 
-def _others(trainer: Any) -> list[str]:
-    """What is said of layers whose dispatcher or experts are not ours."""
+def _others(layers: dict[str, Any]) -> list[str]:
+    """What is said of MoE layers whose dispatcher or experts are not ours."""
     messages = []
-    for name, moe in _moe_layers(trainer).items():
+    for name, moe in layers.items():
         experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
         if not isinstance(experts, DeduplicatedExperts):
             messages.append(

@@ -81,17 +81,24 @@ class PlacedTokenDispatcher(AllToAllTokenDispatcher):
 def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
     """Let a dispatcher send tokens to the slots of their experts from now on.
 
-    Raises:
-        ValueError: it is another dispatcher than torchtitan's standard one, which numbers experts
-            in ways of its own.
+    Its layer has passed `check_placeable`.
     """
     if isinstance(dispatcher, DeduplicatingTokenDispatcher):
         dispatcher.hooks.slots_E = layer.slots_E
         return
-    if type(dispatcher) is not AllToAllTokenDispatcher:
-        raise ValueError(
-            f"the dispatcher of {layer.name} is a {type(dispatcher).__name__}: experts are placed "
-            'with torchtitan\'s AllToAllTokenDispatcher (moe_comm_backend "standard") alone'
-        )
     dispatcher.__class__ = PlacedTokenDispatcher
     dispatcher.layer = layer
+
+
+def check_placeable(dispatcher: Any, layer: str) -> None:
+    """Whether `place` can work with the dispatcher of a layer.
+
+    Raises:
+        ValueError: it is another dispatcher than torchtitan's standard one, which numbers experts
+            in ways of its own.
+    """
+    if type(dispatcher) not in (AllToAllTokenDispatcher, DeduplicatingTokenDispatcher):
+        raise ValueError(
+            f"the dispatcher of {layer} is a {type(dispatcher).__name__}: experts are placed "
+            'with torchtitan\'s AllToAllTokenDispatcher (moe_comm_backend "standard") alone'
+        )

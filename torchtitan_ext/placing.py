@@ -22,30 +22,41 @@ from narrowcast.experts.planning import (
 from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
 from narrowcast.experts.routing import RoutingTrace, load_trace
 from torchtitan_ext.config import PlacementConfig
-from torchtitan_ext.placed_dispatch import place
-from torchtitan_ext.private import around_checkpoints, moe_layers
-from torchtitan_ext.tracing import RoutingWatch, describe, from_first_rank, gathered, token_bytes
+from torchtitan_ext.job import Job
+from torchtitan_ext.placed_dispatch import check_placeable, place
+from torchtitan_ext.private import around_checkpoints, check_checkpoints, moe_layers, owner
+from torchtitan_ext.tracing import (
+    RoutingWatch,
+    check_watch,
+    describe,
+    describe_job,
+    from_every_rank,
+    from_first_rank,
+    gathered,
+    naming,
+    token_bytes,
+)
 
 _MIB = 1 << 20
 _SECTION = "narrowcast.placement"
 
 
 class PlacementRun:
-    """What `[narrowcast.placement]` asks of a trainer. Every rank makes one alike.
+    """What `[narrowcast.placement]` asks of a trainer, whose job has passed `check_placement`.
+    Every rank makes one alike.
 
     Attributes:
         experts: the handle that moves them.
         placement: where they live now.
 
     Raises:
-        ValueError: the section cannot work with this job; the message names what and why.
+        ValueError: the file or trace to start with cannot be read any more.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._config: PlacementConfig = trainer.config.narrowcast.placement
         self._model = describe(trainer, _SECTION)
-        self._folder = Path(trainer.config.dump_folder) / "placement"
         self._watch: RoutingWatch | None = None
         self._next_plan: int | None = None
         self._checked = False
@@ -56,7 +67,6 @@ class PlacementRun:
             self._model["num_ranks"],
             self._config.nodes,
         )
-        self._check()
         first = self._first_placement()
         moes = {n: moe for part in trainer.model_parts for n, moe in moe_layers(part).items()}
         layers = [
@@ -68,14 +78,7 @@ class PlacementRun:
         for moe, layer in zip(moes.values(), layers, strict=True):
             place(moe.routed_experts.token_dispatcher, layer)
         if self._config.after_steps:
-            from_first_rank(lambda: check_writable(self._file(0)), f"{_SECTION}.after_steps")
-            tokens = tokens_to_plan_from(self._model["num_experts"])
-            self._watch = RoutingWatch(
-                trainer,
-                f"{_SECTION}.after_steps",
-                num_steps=self._config.after_steps,
-                max_bytes=token_bytes(self._model) * tokens,
-            )
+            self._watch = RoutingWatch(trainer, **_watched(self._config, self._model))
             self._next_plan = self._config.after_steps
         if first is not None:
             self._move_to(first)
@@ -107,53 +110,19 @@ class PlacementRun:
         if self._watch is not None:
             self._watch.remove()
 
-    def _check(self) -> None:
-        config, degree = self._config, self._model["num_ranks"]
-        if degree == 1:
-            raise ValueError(
-                f"{_SECTION} cannot work with parallelism.expert_parallel_degree = 1: all experts "
-                "are on one rank. Give a degree above 1, or no placement"
-            )
-        if degree % config.nodes:
-            raise ValueError(
-                f"{_SECTION}.nodes = {config.nodes} does not divide "
-                f"parallelism.expert_parallel_degree = {degree}"
-            )
-        training, dims = self._trainer.config.training, self._trainer.parallel_dims
-        if config.after_steps > training.steps:
-            raise ValueError(
-                f"{_SECTION}.after_steps = {config.after_steps}, but training ends with "
-                f"training.steps = {training.steps}"
-            )
-        sequences = training.local_batch_size * self._trainer.gradient_accumulation_steps
-        tokens = sequences * dims.dp_replicate * dims.dp_shard * training.seq_len
-        if 0 < config.after_steps * tokens < MIN_TOKENS:
-            raise ValueError(
-                f"{_SECTION}.after_steps = {config.after_steps}: with {tokens} tokens a step that "
-                f"is less than the {MIN_TOKENS} tokens that a placement takes. Watch more steps"
-            )
-
     def _first_placement(self) -> Placement | None:
         """The placement of `file` or `trace`, which the first rank reads for all."""
         if self._config.file:
-            return self._placement_in(self._config.file, f'{_SECTION}.file = "{self._config.file}"')
+            return self._placement_in(self._config.file, _what(self._config))
         if self._config.trace:
             trace = from_first_rank(
-                lambda: self._checked_trace(self._config.trace),
-                f'{_SECTION}.trace = "{self._config.trace}"',
+                lambda: _trace_in(self._config, self._model), _what(self._config)
             )
-            return self._plan(trace)
+            return self._plan(sample(trace))
         return None
 
     def _placement_in(self, file: str | Path, what: str) -> Placement:
-        def read() -> Placement:
-            placement = load_placement(file)
-            placement.check(
-                **{k: self._model[k] for k in ("model", "layers", "num_experts", "num_ranks")}
-            )
-            return placement.in_order(self._model["layers"])
-
-        placement = from_first_rank(read, what)
+        placement = from_first_rank(lambda: _placement_in(file, self._model), what)
         if self._config.file and placement.num_nodes != self._config.nodes:
             logger.warning(
                 f"{_SECTION}.nodes = {self._config.nodes} is overridden by {file}, which was "
@@ -161,33 +130,27 @@ class PlacementRun:
             )
         return placement
 
-    def _checked_trace(self, file: str) -> RoutingTrace:
-        trace = load_trace(file)
-        check_made_for(
-            "trace", trace, **{k: self._model[k] for k in ("model", "layers", "num_experts")}
-        )
-        check(trace, self._model["num_ranks"], self._config.nodes)
-        return sample(trace)
-
     def _plan(self, trace: RoutingTrace) -> Placement:
         """The placement that a trace leads to. Each rank plans some layers, and all get all."""
         config, ranks = self._config, self._model["num_ranks"]
         check(trace, ranks, config.nodes)
         num_layers, world_size = len(trace.layers), dist.get_world_size()
-        mine = {
-            layer: plan_layer(
-                trace,
-                layer,
-                num_ranks=ranks,
-                num_nodes=config.nodes,
-                method=config.method,
-                max_load=config.max_load or None,
-                cross_node_weight=config.cross_node_weight or None,
-            )
-            for layer in range(dist.get_rank(), num_layers, world_size)
-        }
+        planned_by_rank = from_every_rank(
+            lambda: {
+                layer: plan_layer(
+                    trace,
+                    layer,
+                    num_ranks=ranks,
+                    num_nodes=config.nodes,
+                    method=config.method,
+                    max_load=config.max_load or None,
+                    cross_node_weight=config.cross_node_weight or None,
+                )
+                for layer in range(dist.get_rank(), num_layers, world_size)
+            }
+        )
         everyones = {
-            layer: experts_E for some in gathered(mine) for layer, experts_E in some.items()
+            layer: experts_E for some in planned_by_rank for layer, experts_E in some.items()
         }
         planned = placement_of(
             trace, [everyones[i] for i in range(num_layers)], ranks, config.nodes, config.method
@@ -228,7 +191,10 @@ class PlacementRun:
         step, after_steps = self._trainer.step, self._config.after_steps
         if not after_steps or step == 0:
             return
-        names = (re.fullmatch(r"step-(\d+)\.json", f.name) for f in self._folder.glob("*"))
+        names = (
+            re.fullmatch(r"step-(\d+)\.json", f.name)
+            for f in _folder(self._trainer.config).glob("*")
+        )
         planned = gathered([int(name[1]) for name in names if name])[0]
         latest = max((s for s in planned if s <= step), default=None)
         self._next_plan = step + after_steps
@@ -243,4 +209,97 @@ class PlacementRun:
         self._next_plan = max(latest + every, step + after_steps) if every else None
 
     def _file(self, step: int) -> Path:
-        return self._folder / f"step-{step:08}.json"
+        return _plan_of_step(self._trainer.config, step)
+
+
+def check_placement(job: Job) -> None:
+    """Whether `[narrowcast.placement]` can work with a job, but for the files that it names.
+
+    Raises:
+        ValueError: it cannot; the message names what and why.
+    """
+    config, training = job.config.narrowcast.placement, job.config.training
+    degree = job.config.parallelism.expert_parallel_degree
+    if degree == 1:
+        raise ValueError(
+            f"{_SECTION} cannot work with parallelism.expert_parallel_degree = 1: all experts "
+            "are on one rank. Give a degree above 1, or no placement"
+        )
+    if degree % config.nodes:
+        raise ValueError(
+            f"{_SECTION}.nodes = {config.nodes} does not divide "
+            f"parallelism.expert_parallel_degree = {degree}"
+        )
+    if config.after_steps > training.steps:
+        raise ValueError(
+            f"{_SECTION}.after_steps = {config.after_steps}, but training ends with "
+            f"training.steps = {training.steps}"
+        )
+    check_checkpoints(owner(type(job.config.checkpoint)))
+    model = describe_job(job, _SECTION)
+    if model["num_experts"] % degree:
+        raise ValueError(
+            f"{_SECTION} cannot work with {model['num_experts']} experts and "
+            f"parallelism.expert_parallel_degree = {degree}: give a degree that divides the experts"
+        )
+    for name, moe in job.moe_layers.items():
+        check_placeable(moe.routed_experts.token_dispatcher, name)
+    if config.after_steps:
+        check_watch(job, **_watched(config, model))
+        if job.sequences_a_step is None:
+            return
+        tokens = job.sequences_a_step * training.seq_len
+        if config.after_steps * tokens < MIN_TOKENS:
+            raise ValueError(
+                f"{_SECTION}.after_steps = {config.after_steps}: with {tokens} tokens a step that "
+                f"is less than the {MIN_TOKENS} tokens that a placement takes. Watch more steps"
+            )
+
+
+def check_placement_files(job: Job) -> None:
+    """Raise a ValueError if the files that the section names are not of this job, or plans cannot
+    be written."""
+    config, model = job.config.narrowcast.placement, describe_job(job, _SECTION)
+    with naming(_what(config)):
+        if config.file:
+            _placement_in(config.file, model)
+        elif config.trace:
+            _trace_in(config, model)
+        else:
+            check_writable(_plan_of_step(job.config, 0))
+
+
+def _what(config: PlacementConfig) -> str:
+    """The key that switches placement on, for messages."""
+    if config.file:
+        return f'{_SECTION}.file = "{config.file}"'
+    return f'{_SECTION}.trace = "{config.trace}"' if config.trace else f"{_SECTION}.after_steps"
+
+
+def _placement_in(file: str | Path, model: dict[str, Any]) -> Placement:
+    placement = load_placement(file)
+    placement.check(**{k: model[k] for k in ("model", "layers", "num_experts", "num_ranks")})
+    return placement.in_order(model["layers"])
+
+
+def _trace_in(config: PlacementConfig, model: dict[str, Any]) -> RoutingTrace:
+    trace = load_trace(config.trace)
+    check_made_for("trace", trace, **{k: model[k] for k in ("model", "layers", "num_experts")})
+    check(trace, model["num_ranks"], config.nodes)
+    return trace
+
+
+def _watched(config: PlacementConfig, model: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "section": f"{_SECTION}.after_steps",
+        "num_steps": config.after_steps,
+        "max_bytes": token_bytes(model) * tokens_to_plan_from(model["num_experts"]),
+    }
+
+
+def _folder(config: Any) -> Path:
+    return Path(config.dump_folder) / "placement"
+
+
+def _plan_of_step(config: Any, step: int) -> Path:
+    return _folder(config) / f"step-{step:08}.json"

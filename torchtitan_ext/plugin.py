@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
+from narrowcast.failure import job_of
 from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
 from narrowcast.volume import CountedModel, Ledger, count_volume, extra_of
-from torchtitan_ext.dispatching import (
-    check_dispatch,
-    count_dispatch,
-    deduplicating,
-    set_up_dispatch,
-)
+from torchtitan_ext.checking import check_on_every_rank
+from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
+from torchtitan_ext.job import Job
 from torchtitan_ext.metrics import MetricsPlugin
 from torchtitan_ext.placing import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
@@ -44,11 +43,29 @@ class TrainerPlugin:
     _counted: CountedModel | None = None
 
     def __init__(self, config: Any) -> None:
-        switches = config.narrowcast
-        if switches.dispatch.deduplicate:
-            check_dispatch(config)
+        if config.narrowcast.dispatch.deduplicate:
             config = deduplicating(config)
         super().__init__(config)
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def init_distributed(self) -> ParallelDims:
+        """As torchtitan's, which builds nothing before it; then every rank checks our sections.
+
+        Raises:
+            ValueError: one cannot work with this job; on every rank alike.
+        """
+        dims = super().init_distributed()
+        check_on_every_rank(Job(self.config, dims))
+        return dims
+
+    def _set_up(self) -> None:
+        """Put into the trainer what the sections ask for."""
+        config = self.config
+        switches = config.narrowcast
         if switches.dispatch.deduplicate:
             set_up_dispatch(self)
         if switches.placement.enable:
@@ -90,6 +107,8 @@ class TrainerPlugin:
             selection.step = self.step - 1
         runs = [run for run in (self.placed, self._traced) if run is not None]
         with contextlib.ExitStack() as stack:
+            if self._handles():
+                stack.enter_context(job_of(None).informed())
             for run in runs:
                 stack.enter_context(run.during(self.step))
             super().train_step(data_iterator)
@@ -98,11 +117,15 @@ class TrainerPlugin:
                 run.after(self.step)
 
     def close(self) -> None:
-        """Give the model back its own collectives, then close the trainer."""
-        for handle in (*self._handles(), self._traced, self.placed):
-            if handle is not None:
-                handle.remove()
-        super().close()
+        """Give the model back its own collectives, and close the trainer.
+
+        All of it is done whatever part of it raises; errors are raised then.
+        """
+        with contextlib.ExitStack() as stack:  # which is left from the last to the first
+            stack.callback(super().close)
+            for handle in (self.placed, self._traced, *self._handles()):
+                if handle is not None:
+                    stack.callback(handle.remove)
 
     def _handles(self) -> list[NarrowedModel | NarrowedGradients | CountedModel]:
         handles = (self.narrowed, self.narrowed_gradients, self._counted)

@@ -1,6 +1,8 @@
 """The private names of torchtitan that we depend on, all seen in torchtitan 0.3.0."""
 
+import importlib
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -20,6 +22,22 @@ from narrowcast.torch_internals import pending_collectives
 from narrowcast.volume import Ledger, named
 
 
+class BaseError(ValueError):
+    """What a config function, or its module, raised itself.
+
+    Attributes:
+        of_module: whether it was its module, when it was imported.
+    """
+
+    def __init__(self, error: BaseException, of_module: bool) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        said = " ".join(str(error).split())
+        super().__init__(
+            f"raised {type(error).__name__}: {said} ({where.filename}, line {where.lineno})"
+        )
+        self.of_module = of_module
+
+
 def load_base_config(module: str, function: str) -> Any:
     """The config that `--module module --config function` starts from.
 
@@ -28,9 +46,28 @@ def load_base_config(module: str, function: str) -> Any:
 
     Raises:
         ValueError, ImportError: the module or the function does not exist.
+        BaseError: one of them raised.
     """
-    config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
-    return config
+    try:
+        config, _ = ConfigManager()._load_config(["--module", module, "--config", function])
+        return config
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame.name for frame in frames].index("_load_config")
+        if ours < len(frames) - 1:
+            raise BaseError(error, frames[ours + 1].name == "import_module") from error
+        if isinstance(error, ImportError):
+            _import(module)  # torchtitan says only that it could not
+        raise
+
+
+def _import(module: str) -> None:
+    """Raises a BaseError if a module exists, and cannot import another."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise BaseError(error, of_module=True) from error
 
 
 def owner(config_cls: type[Configurable.Config]) -> type[Configurable]:
@@ -71,25 +108,46 @@ def moe_layers(model_part: nn.Module) -> dict[str, MoE]:
     }
 
 
+class _Recorded:
+    """A dispatcher's `dispatch`, of which others are told."""
+
+    def __init__(self, replaced: Callable[..., Any] | None, dispatch: Callable[..., Any]) -> None:
+        self.replaced = replaced  # of the dispatcher itself; None where its class has it
+        self.records: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
+        self._dispatch = dispatch
+
+    def __call__(
+        self, x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *rest: Any
+    ) -> Any:
+        for record in self.records:
+            record(ids_TK, scores_TK)
+        return self._dispatch(x_TD, scores_TK, ids_TK, *rest)
+
+
 def on_dispatch(
     moe: MoE, record: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Callable[[], None]:
     """Call `record(ids_TK, scores_TK)` with what this rank's tokens selected, at every dispatch.
 
-    Dispatchers are no modules, and have no hooks. Returns a function that ends it.
+    Dispatchers are no modules, and have no hooks. Returns a function that ends it; where several
+    record, these may be called in any order.
     """
     dispatcher = moe.routed_experts.token_dispatcher
-    dispatch = dispatcher.dispatch
-
-    def recorded(x_TD: torch.Tensor, scores_TK: torch.Tensor, ids_TK: torch.Tensor, *rest: Any):
-        record(ids_TK, scores_TK)
-        return dispatch(x_TD, scores_TK, ids_TK, *rest)
-
-    dispatcher.dispatch = recorded
+    recorded = dispatcher.dispatch
+    if not isinstance(recorded, _Recorded):
+        recorded = _Recorded(vars(dispatcher).get("dispatch"), recorded)
+        dispatcher.dispatch = recorded
+    recorded.records.append(record)
 
     def undo() -> None:
-        assert dispatcher.dispatch is recorded, "hooks must be undone in reverse order"
-        del dispatcher.dispatch
+        recorded.records.remove(record)
+        # What another tool has laid over it since stays, and goes through it.
+        if recorded.records or dispatcher.dispatch is not recorded:
+            return
+        if recorded.replaced is None:
+            del dispatcher.dispatch
+        else:
+            dispatcher.dispatch = recorded.replaced
 
     return undo
 
@@ -129,15 +187,8 @@ def around_checkpoints(
 
     Whether a step is to be saved is known to `_should_save` alone, and `_save` reads parameters
     before it calls anything public. Staging in the background must end before parameters change.
-
-    Raises:
-        ValueError: it is a checkpoint manager of another kind, which is not known.
+    Its class has passed `check_checkpoints`.
     """
-    if not isinstance(checkpointer, CheckpointManager):
-        raise ValueError(
-            f"checkpoints are written by a {type(checkpointer).__qualname__}: experts are put in "
-            "the model's own order for torchtitan's CheckpointManager alone"
-        )
     save, load = checkpointer._save, checkpointer.load
 
     def save_in_model_order(curr_step: int, last_step: bool = False) -> bool:
@@ -156,6 +207,19 @@ def around_checkpoints(
         return loaded
 
     checkpointer._save, checkpointer.load = save_in_model_order, load_in_model_order
+
+
+def check_checkpoints(checkpointer_cls: type) -> None:
+    """Whether `around_checkpoints` knows how a class saves and loads.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not issubclass(checkpointer_cls, CheckpointManager):
+        raise ValueError(
+            f"checkpoints are written by a {checkpointer_cls.__qualname__}: experts are put in "
+            "the model's own order for torchtitan's CheckpointManager alone"
+        )
 
 
 def token_dispatchers(model_parts: list[nn.Module]) -> list[AllToAllTokenDispatcher]:

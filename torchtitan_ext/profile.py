@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,18 +20,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from narrowcast import figures
-from narrowcast.experts.files import check_writable, write_text
+from narrowcast.experts.files import write_text
+from torchtitan_ext.launch import LAUNCHED, prepared, quiet, speaks
+from torchtitan_ext.profile_job import STEPS, STEPS_FLAG, folder_of, observed_job, prepare_profile
 from torchtitan_ext.recommendation import recommend
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
-STEPS = 40
-_LEAST_STEPS = 6
-_SETTLED_STEPS = 10  # at the end, of which all but figure 2 is
+_NAME = "torchtitan_ext.profile"
 _PROFILED_STEPS = 2
 _PIECES_A_STEP = 4.0  # that are looked at in the warm-up
-_STEPS_FLAG = "--profile.steps"
 
 # What names of collectives hold, written without underscores, in gloo's events and NCCL's kernels.
 _COLLECTIVES = {
@@ -49,12 +47,17 @@ _MEASURES = (
 )
 
 
+class ProfileError(ValueError):
+    """A job cannot be profiled in so many steps; raised on every rank alike."""
+
+
 def launch(ranks: int | None, flags: Sequence[str]) -> int:
     """Profiles on so many ranks of this machine (None: one for each accelerator), or, within
-    torchrun, as one of its ranks. Returns the exit code.
+    torchrun, as one of its ranks. Returns the exit code there; elsewhere this process becomes
+    torchrun's, so that it ends when torchrun does, and the other way round.
 
     Raises:
-        ValueError: there are no two ranks.
+        ValueError, ImportError, OSError: there are no two ranks, or flags or files are wrong.
     """
     if "RANK" in os.environ:
         if ranks is not None:
@@ -63,44 +66,51 @@ def launch(ranks: int | None, flags: Sequence[str]) -> int:
         return 0
     import torch
 
-    if ranks is None and torch.accelerator.is_available():
-        ranks = torch.accelerator.device_count()
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    ranks = devices if ranks is None else ranks
     if ranks is None or ranks < 2:
         given = "there is no accelerator" if ranks is None else f"{ranks} rank"
         raise ValueError(f"{given}: parameters are gathered by 2 ranks or more: give --ranks N")
+    if devices is not None and ranks > devices:
+        raise ValueError(f"--ranks {ranks}: this machine has {devices} accelerators: give no more")
+    given_flags = sys.argv[1:]
+    with quiet():  # what is wrong is said here, once, and not by torchrun
+        prepare_profile(flags, world_size=ranks)
+    sys.argv[1:] = given_flags
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan_ext.profile", *flags]
-    return subprocess.run(command).returncode
+    sys.stdout.flush()
+    os.execv(sys.executable, command)
 
 
 def main(flags: list[str] | None = None) -> None:
-    """A rank of it. Exits with code 2 and a short message where flags or files are wrong."""
+    """A rank of it. Exits with code 2 and a short message where flags or files are wrong, on every
+    rank alike."""
     flags = sys.argv[1:] if flags is None else flags
-    from torchtitan_ext import compat, cpu
-
-    compat.apply()
-    cpu.apply()
     import torch.distributed as dist
     from torchtitan.tools.logging import init_logger
 
-    from torchtitan_ext.train import once
-
     init_logger()
 
-    with once():
-        try:
-            steps, flags = _take_steps(flags)
-            config = _parse(flags)
-            folder = Path(config.dump_folder) / "profile"
-            figures.check_drawable()
-            if os.environ.get("RANK", "0") == "0":
-                check_writable(folder / "profile.json")
-        except (ValueError, ImportError, OSError) as error:
-            print(f"torchtitan_ext.profile: {error}", file=sys.stderr)
-            sys.exit(2)
-    measured = profile(config, steps)
+    def prepare() -> tuple[int, "Trainer.Config"]:
+        found = prepare_profile(flags)
+        missing = [name for name in LAUNCHED if not os.environ.get(name)]
+        if missing and not dist.is_initialized():
+            raise ValueError(
+                f"{', '.join(missing)} not set: start the ranks by torchrun, or all of it by "
+                "narrowcast profile --ranks N"
+            )
+        return found
+
+    steps, config = prepared(_NAME, prepare)
+    try:
+        measured = profile(config, steps)
+    except ProfileError as error:
+        if speaks():
+            print(f"{_NAME}: {error}", file=sys.stderr)
+        sys.exit(2)
     if dist.get_rank() == 0:
-        print(f"\n{write(measured, folder)}")
+        print(f"\n{write(measured, folder_of(config))}")
     dist.destroy_process_group()
 
 
@@ -126,7 +136,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
     from narrowcast.torch_internals import param_groups
     from narrowcast.volume import reduce_over_ranks
 
-    observed = _observed(config, steps)
+    observed = observed_job(config, steps)
     warmup = observed.narrowcast.all_gather.warmup_steps
     trainer = observed.build()
     try:
@@ -139,14 +149,14 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
         trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())
         trainer.train()
         if max(watch.seconds, default=0) < steps:
-            raise RuntimeError(
-                f"the job's data ended before step {steps}: give fewer by {_STEPS_FLAG}"
+            raise ProfileError(
+                f"the job's data ended before step {steps}: give fewer by {STEPS_FLAG}"
             )
         controller = trainer.narrowed.selection
         if controller.choice is None:
-            raise RuntimeError(
+            raise ProfileError(
                 "nothing of the shards was seen in so short a run: its steps have less room than a "
-                f"look takes. Give more by {_STEPS_FLAG}"
+                f"look takes. Give more by {STEPS_FLAG}"
             )
         volume = reduce_over_ranks(trainer.narrowed.ledger.last, trainer.device)
         dist.barrier()
@@ -278,65 +288,6 @@ class _Watch:
             if len(shape) == 1 and shape[0] in self._reduced:
                 return "reduce_scatter"
         return kind
-
-
-def _take_steps(flags: Sequence[str]) -> tuple[int, list[str]]:
-    """Our own flag, and the others.
-
-    Raises:
-        ValueError: it is no number of steps.
-    """
-    rest: list[str] = []
-    given: str | None = None
-    remaining = iter(flags)
-    for flag in remaining:
-        name, equals, value = flag.partition("=")
-        if name == _STEPS_FLAG:
-            given = value if equals else next(remaining, "")
-        else:
-            rest.append(flag)
-    if given is None:
-        return STEPS, rest
-    if not given.isdecimal() or int(given) < _LEAST_STEPS:
-        raise ValueError(f"{_STEPS_FLAG} {given}: must be an integer of at least {_LEAST_STEPS}")
-    return int(given), rest
-
-
-def _parse(flags: Sequence[str]) -> "Trainer.Config":
-    from torchtitan.config import ConfigManager
-
-    sys.argv[1:] = ["--module", "torchtitan_ext", "--config", "from_toml", *flags]
-    return ConfigManager().parse_args()
-
-
-def _observed(config: "Trainer.Config", steps: int) -> "Trainer.Config":
-    """The same job, of so many steps, in which nothing is narrowed but all is watched."""
-    replace = dataclasses.replace
-    warmup = steps - min(_SETTLED_STEPS, steps // 2)
-    interval = config.narrowcast.all_gather.reselect_interval
-    narrowcast = replace(
-        config.narrowcast,
-        all_gather=replace(
-            config.narrowcast.all_gather,
-            enable=True,
-            treatment="observe",
-            warmup_steps=warmup,
-            # No other look within the profile, which would be counted as communication.
-            reselect_interval=interval and max(interval, steps),
-        ),
-        reduce_scatter=replace(config.narrowcast.reduce_scatter, enable=False),
-        volume=replace(config.narrowcast.volume, enable=True),
-    )
-    # Learning rates are those that the whole job would have.
-    total_steps = config.lr_scheduler.total_steps or config.training.steps
-    return replace(
-        config,
-        dump_folder=str(Path(config.dump_folder) / "profile"),
-        training=replace(config.training, steps=steps),
-        lr_scheduler=replace(config.lr_scheduler, total_steps=max(total_steps, steps)),
-        profiler=replace(config.profiler, enable_profiling=False, enable_memory_snapshot=False),
-        narrowcast=narrowcast,
-    )
 
 
 def _seconds_a_step(

@@ -18,7 +18,7 @@ from torchtitan.trainer import Trainer
 
 from torchtitan_ext import schema
 from torchtitan_ext.config import JobConfig, with_narrowcast
-from torchtitan_ext.private import load_base_config
+from torchtitan_ext.private import BaseError, load_base_config
 from torchtitan_ext.toml_writer import tables, to_key, to_lines, to_literal
 
 _WORDS = {
@@ -231,6 +231,9 @@ def _read_base(file: str | Path, document: dict[str, Any]) -> Base:
 def _load_base(file: str | Path, base: Base) -> Trainer.Config:
     try:
         config = load_base_config(base.module, base.config)
+    except BaseError as error:
+        key = f'module = "{base.module}"' if error.of_module else f'config = "{base.config}"'
+        raise TomlError(file, [f"base.{key}: {error}"]) from error
     except (ImportError, ValueError) as error:
         raise TomlError(file, [f"[base]: {error}"]) from error
     if not isinstance(config, Trainer.Config):

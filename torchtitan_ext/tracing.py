@@ -1,22 +1,27 @@
 """Watches the routers of torchtitan's trainer, and writes routing traces."""
 
+import contextlib
 import functools
 import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from narrowcast.experts.files import check_writable
 from narrowcast.experts.recording import RecordedTokens, RoutingRecorder, trace_of
 from narrowcast.experts.routing import RoutingTrace, id_dtype
 from torchtitan_ext.config import RoutingTraceConfig
+from torchtitan_ext.job import Job
 from torchtitan_ext.private import moe_layers, on_dispatch
 
 _MIB = 1 << 20
+_SECTION = "narrowcast.routing_trace"
 
 
 class RoutingWatch:
@@ -29,36 +34,20 @@ class RoutingWatch:
         max_bytes: of the trace. Where it takes more, evenly spaced tokens are recorded.
         scores: whether to record these too.
 
-    Raises:
-        ValueError: the model has no MoE layers, or different ones, or is compiled.
+    The job has passed `check_watch` with the same arguments.
     """
 
     def __init__(
         self, trainer: Any, section: str, *, num_steps: int, max_bytes: int, scores: bool = False
     ) -> None:
-        config, dims = trainer.config, trainer.parallel_dims
-        if config.compile.enable and "model" in config.compile.components:
-            raise ValueError(
-                f"{section} cannot work with compile.enable = true: selected experts are recorded "
-                "between kernels. Record with compile.enable = false; a compiled run can train "
-                "with the placement that comes of it"
-            )
+        dims = trainer.parallel_dims
         self.model = describe(trainer, section)
         rank_in_stage = dist.get_rank() % (dims.world_size // dims.pp)
-        # Tensor-parallel ranks share out the tokens with expert parallelism alone.
-        copies = 1 if dims.ep > 1 else dims.tp
+        copies = _copies(dims)
         self._is_first_copy = rank_in_stage % copies == 0
-        token_ranks = dims.world_size // dims.pp // copies
-        num_microbatches = (
-            trainer.gradient_accumulation_steps * trainer.num_pipeline_parallel_microbatches
+        self._max_tokens = _most_tokens(
+            Job(trainer.config, dims), self.model, num_steps, max_bytes, scores
         )
-        parts = token_ranks * num_microbatches * num_steps
-        self._max_tokens = max_bytes // (token_bytes(self.model, scores) * parts)
-        if self._max_tokens == 0:
-            raise ValueError(
-                f"{section}: {max_bytes / _MIB:.0f} MiB do not hold one token of every rank and "
-                f"microbatch of {num_steps} steps: record fewer steps"
-            )
         self._section = section
         self._undo: list[Any] = []
         self._recorders = []
@@ -105,8 +94,78 @@ class RoutingWatch:
 
     def remove(self) -> None:
         """Leave the model as it was."""
-        for undo in reversed(self._undo):
+        for undo in self._undo:
             undo()
+        self._undo = []
+
+
+def check_watch(
+    job: Job, section: str, *, num_steps: int, max_bytes: int, scores: bool = False
+) -> None:
+    """Whether the routers of a job can be watched; arguments as of `RoutingWatch`.
+
+    Raises:
+        ValueError: the model has no MoE layers, or different ones, or is compiled; or its tokens
+            take too much.
+    """
+    if job.is_compiled:
+        raise ValueError(
+            f"{section} cannot work with compile.enable = true: selected experts are recorded "
+            "between kernels. Record with compile.enable = false; a compiled run can train "
+            "with the placement that comes of it"
+        )
+    model = describe_job(job, section)
+    if job.dims is not None and _most_tokens(job, model, num_steps, max_bytes, scores) == 0:
+        raise ValueError(
+            f"{section}: {max_bytes / _MIB:.0f} MiB do not hold one token of every rank and "
+            f"microbatch of {num_steps} steps: record fewer steps"
+        )
+
+
+def _copies(dims: ParallelDims) -> int:
+    """Ranks that have the same tokens: tensor-parallel ones share them out with expert parallelism
+    alone."""
+    return 1 if dims.ep > 1 else dims.tp
+
+
+def _most_tokens(
+    job: Job, model: dict[str, Any], num_steps: int, max_bytes: int, scores: bool
+) -> int:
+    """That a rank may record of a microbatch."""
+    token_ranks = job.dims.world_size // job.dims.pp // _copies(job.dims)
+    return max_bytes // (token_bytes(model, scores) * token_ranks * job.microbatches * num_steps)
+
+
+def check_trace(job: Job) -> None:
+    """Whether `[narrowcast.routing_trace]` can work with a job.
+
+    Raises:
+        ValueError: it cannot; the message names what and why.
+    """
+    config, steps = job.config.narrowcast.routing_trace, job.config.training.steps
+    last = _chosen_steps(config)[-1]
+    if last > steps:
+        raise ValueError(
+            f"{_SECTION} records up to step {last}, but training ends with training.steps = {steps}"
+        )
+    check_watch(job, _SECTION, **_watched(config))
+
+
+def check_trace_file(job: Job) -> None:
+    """Raise a ValueError if the trace cannot be written."""
+    file = job.config.narrowcast.routing_trace.file
+    with naming(f'{_SECTION}.file = "{file}"'):
+        check_writable(Path(job.config.dump_folder) / file)
+
+
+def _chosen_steps(config: RoutingTraceConfig) -> range:
+    first, interval = config.first_step, config.interval
+    return range(first, first + config.num_steps * interval, interval)
+
+
+def _watched(config: RoutingTraceConfig) -> dict[str, Any]:
+    max_bytes = config.max_mib * _MIB
+    return {"num_steps": config.num_steps, "max_bytes": max_bytes, "scores": config.scores}
 
 
 class TraceRun:
@@ -115,25 +174,9 @@ class TraceRun:
     def __init__(self, trainer: Any) -> None:
         self._config: RoutingTraceConfig = trainer.config.narrowcast.routing_trace
         self._file = Path(trainer.config.dump_folder) / self._config.file
-        self._watch = RoutingWatch(
-            trainer,
-            "narrowcast.routing_trace",
-            num_steps=self._config.num_steps,
-            max_bytes=self._config.max_mib * _MIB,
-            scores=self._config.scores,
-        )
-        first, interval = self._config.first_step, self._config.interval
-        self._steps = range(first, first + self._config.num_steps * interval, interval)
+        self._watch = RoutingWatch(trainer, _SECTION, **_watched(self._config))
+        self._steps = _chosen_steps(self._config)
         self._last = self._steps[-1]
-        if self._last > trainer.config.training.steps:
-            raise ValueError(
-                f"narrowcast.routing_trace records up to step {self._last}, but training ends with "
-                f"training.steps = {trainer.config.training.steps}"
-            )
-        from_first_rank(
-            lambda: check_writable(self._file),
-            f'narrowcast.routing_trace.file = "{self._config.file}"',
-        )
         self._begun = self._written = False
 
     def during(self, step: int) -> AbstractContextManager:
@@ -175,27 +218,39 @@ def describe(trainer: Any, section: str) -> dict[str, Any]:
     Raises:
         ValueError: the model has no MoE layers, or different ones.
     """
-    ours = [
+    ours = [layer for part in trainer.model_parts for layer in _layers(moe_layers(part))]
+    everyones = {layer for part in gathered(ours) for layer in part}
+    return _described(everyones, trainer.config, section)
+
+
+def describe_job(job: Job, section: str) -> dict[str, Any]:
+    """The same of a model that is not built yet."""
+    return _described(_layers(job.moe_layers), job.config, section)
+
+
+def _layers(moes: dict[str, nn.Module]) -> list[tuple]:
+    return [
         (name, moe.router.num_experts, moe.router.top_k, *_groups(moe))
-        for part in trainer.model_parts
-        for name, moe in moe_layers(part).items()
+        for name, moe in moes.items()
     ]
-    everyones = sorted({layer for part in gathered(ours) for layer in part}, key=_in_model_order)
-    if not everyones:
+
+
+def _described(layers: Iterable[tuple], config: Any, section: str) -> dict[str, Any]:
+    layers = sorted(layers, key=_in_model_order)
+    if not layers:
         raise ValueError(f"{section} cannot work here: the model has no MoE layers")
-    if len({layer[1:] for layer in everyones}) > 1:
+    if len({layer[1:] for layer in layers}) > 1:
         raise ValueError(
             f"{section} cannot work here: MoE layers differ in (name, experts, top_k, groups): "
-            f"{everyones}"
+            f"{layers}"
         )
-    spec = trainer.config.model_spec
-    _, num_experts, top_k, num_groups, num_limited_groups = everyones[0]
+    _, num_experts, top_k, num_groups, num_limited_groups = layers[0]
     return {
-        "model": f"{spec.name} {spec.flavor}",
-        "layers": tuple(name for name, *_ in everyones),
+        "model": f"{config.model_spec.name} {config.model_spec.flavor}",
+        "layers": tuple(name for name, *_ in layers),
         "num_experts": num_experts,
         "top_k": top_k,
-        "num_ranks": trainer.parallel_dims.ep,
+        "num_ranks": config.parallelism.expert_parallel_degree,
         "num_groups": num_groups,
         "num_limited_groups": num_limited_groups,
     }
@@ -218,22 +273,56 @@ def gathered(mine: Any, *, on_every_rank: bool = True) -> list[Any] | None:
     return theirs
 
 
-def from_first_rank(read: Any, what: str) -> Any:
+def from_every_rank(make: Callable[[], Any]) -> list[Any]:
+    """What every rank makes, by rank. Every rank must call it, alike.
+
+    Raises:
+        ValueError: one could not make it; on every rank the same, of the first that could not.
+    """
+    made, failure = None, None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    outcomes = gathered((made, None if failure is None else _said(failure)))
+    for rank, (_, said) in enumerate(outcomes):
+        if said is not None:
+            raise ValueError(said if rank == 0 else f"on rank {rank}: {said}") from failure
+    return [made for made, _ in outcomes]
+
+
+def from_first_rank(read: Callable[[], Any], what: str) -> Any:
     """What the first rank reads, on every rank; its error too, with `what` before it.
 
     Raises:
         ValueError: it could not be read.
     """
-    outcome: list[Any] = [None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            outcome = [read()]
-        except (OSError, ValueError) as error:
-            outcome = [ValueError(f"{what}: {error}")]
+            outcome = [read(), None]
+        except Exception as error:
+            outcome = [None, f"{what}: {_said(error)}"]
     dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], ValueError):
-        raise outcome[0]
-    return outcome[0]
+    found, said = outcome
+    if said is not None:
+        raise ValueError(said)
+    return found
+
+
+def _said(error: Exception) -> str:
+    """For users as it is; of errors that are not meant for them, their type too."""
+    is_meant = isinstance(error, ValueError | ImportError | OSError)
+    return str(error) if is_meant else f"{type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Errors of files, within it, are ValueErrors with `what` before them."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from error
 
 
 def _groups(moe: nn.Module) -> tuple[int | None, int | None]:

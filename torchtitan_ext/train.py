@@ -5,20 +5,14 @@ TOML instead of training, with or without torchrun. With `--module M --config fn
 function takes the file's place.
 """
 
-import contextlib
-import logging
-import os
 import sys
-import time
-from collections.abc import Iterator
-
-_SECONDS_FOR_THE_FIRST_RANK = 30.0
+from typing import Any
 
 
 def main() -> None:
     """Run torchtitan's training on the file and the flags in `sys.argv`.
 
-    Exits with code 2 and a short message where one of them is wrong.
+    Exits with code 2 and a short message, on every rank, where one of them is wrong on any.
     """
     from torchtitan_ext import compat, cpu
 
@@ -28,6 +22,8 @@ def main() -> None:
     import torchtitan.train
     from torchtitan.config import ConfigManager
 
+    from torchtitan_ext.checking import check_alone
+    from torchtitan_ext.launch import is_first_rank, prepared
     from torchtitan_ext.toml import to_toml
 
     args = [arg for arg in sys.argv[1:] if arg != "--print-config"]
@@ -36,47 +32,17 @@ def main() -> None:
         args = ["--module", "torchtitan_ext", "--config", "from_toml", *args]
     sys.argv[1:] = args
 
-    # torchtitan parses once more; only here is a wrong configuration told from a failed training.
-    with once():
-        try:
-            config = ConfigManager().parse_args()
-        except (ValueError, ImportError) as error:
-            print(f"torchtitan_ext.train: {error}", file=sys.stderr)
-            sys.exit(2)
+    def prepare() -> Any:
+        # torchtitan parses once more; only here is a wrong job told from a failed training.
+        config = ConfigManager().parse_args()
+        check_alone(config, is_first_rank=is_first_rank())
+        return config
+
+    config = prepared("torchtitan_ext.train", prepare)
     if not print_config:
         torchtitan.train.main()
-    elif os.environ.get("RANK", "0") == "0":
+    elif is_first_rank():
         print(to_toml(config), end="")
-
-
-@contextlib.contextmanager
-def once() -> Iterator[None]:
-    """Messages come from the first rank of each node alone, and without torchtitan's log lines."""
-    logging.disable(logging.WARNING)
-    try:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            yield
-        else:
-            with _silent():
-                yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with (
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        try:
-            yield
-        except SystemExit as ended:
-            # torchrun ends every rank once one has failed: let that be the one that says why.
-            if ended.code:
-                time.sleep(_SECONDS_FOR_THE_FIRST_RANK)
-            raise
 
 
 if __name__ == "__main__":

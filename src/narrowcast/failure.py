@@ -13,7 +13,8 @@ collectives, while the others wait in the next one. Whatever it is, and wherever
 
 That takes no collective and no message while all is well, works across process groups (replicas,
 pipeline stages), and asks nothing of the place where it happens. A rank that waits in a collective
-that is not narrowcast's gets the backend's own error there.
+that is not narrowcast's gets the backend's own error there; ``Job.informed`` makes the named one of
+it.
 
 Where ranks agree anyhow in the last collective of a call (``agreement.raise_alike``), they all post
 their error, and process groups can be used again.
@@ -74,6 +75,21 @@ class Job:
             if getattr(error, "agreed", False):
                 raise
             raise self._agree(_named(error, subject)) from error
+
+    @contextmanager
+    def informed(self) -> Iterator[None]:
+        """An error of the backend within, where a rank waited for one that has failed, becomes the
+        error of that one.
+
+        Raises:
+            NarrowcastError: another rank has posted it.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if getattr(error, "agreed", False) or not self._posted("error"):
+                raise
+            raise self._agree(_named(error, "training")) from error
 
     def check(self) -> None:
         """Whether another rank has failed, asked without waiting for anybody.

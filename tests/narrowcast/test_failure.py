@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import narrowcast
 from narrowcast import NarrowcastError, failure, narrow_all_gather
 from narrowcast.allgather import api, comm, controller, observation
+from narrowcast.torch_internals import close_connections
 from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
 
@@ -226,13 +227,21 @@ def _train_stages(passes_on: bool) -> None:
         time.sleep(0.01)
 
 
+def _train_stages_and_end() -> None:
+    try:
+        _train_stages(passes_on=True)
+    except RuntimeError:
+        close_connections()  # as when the process ends
+        raise
+
+
 def test_a_stage_that_waits_for_no_other_raises_it_too(ranks) -> None:
     _assert_same_error(ranks(4).outcomes(_train_stages, False, timeout_s=6 * SOON_S))
 
 
 def test_a_stage_that_waits_for_another_is_released(ranks) -> None:
     """Its receive is not narrowcast's, and may end in an error of the backend's."""
-    outcomes = ranks(4).outcomes(_train_stages, True, timeout_s=6 * SOON_S)
+    outcomes = ranks(4).outcomes(_train_stages_and_end, timeout_s=6 * SOON_S)
     assert all(isinstance(outcome, Raised) for outcome in outcomes)
     assert {outcome.type for outcome in outcomes} <= {"NarrowcastError", "RuntimeError"}
     _assert_same_error([one for one in outcomes if one.type == "NarrowcastError"])
@@ -260,6 +269,7 @@ def test_what_is_wrong_on_one_stage_is_told_on_all(ranks, wrong: str) -> None:
 
 def _narrow_on_two_of_four() -> int:
     """The others do something else."""
+    api.Observer = partial(observation.Observer, share=1e9)
     group = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
     if dist.get_rank() >= 2:

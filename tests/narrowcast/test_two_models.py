@@ -129,7 +129,7 @@ def _announced() -> tuple[int, dict[str, int]]:
     handle = narrow_all_gather(other, others_optimizer, treatment="value")
     handle.refresh()
     train(replace(setup, steps=1), other, others_optimizer)  # announced before its first gather
-    own = handle.ledger.current.sent["all_gather"]
+    own = handle.ledger.last.sent["all_gather"]
     sent = dict(counted.ledger.current.sent)
     handle.remove()
     counted.remove()

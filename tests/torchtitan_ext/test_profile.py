@@ -1,6 +1,9 @@
 """The profile of a job: trains as plain FSDP2 does, writes what it saw, and what would pay."""
 
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +11,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from narrowcast import cli
 from narrowcast.allgather.selection import Choice, Group, Option, Shard
 from narrowcast.reducescatter.gain import Reduction
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
-from torchtitan_ext import profile
+from torchtitan_ext import checking, profile
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
+from torchtitan_ext.launch import LAUNCHED
+from torchtitan_ext.profile_job import observed_job
 from torchtitan_ext.recommendation import recommend
 from torchtitan_ext.toml import load_config
 
@@ -109,25 +116,141 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
         assert message in capsys.readouterr().err
 
 
-def test_ranks_are_started_by_torchruns_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """What the process of `narrowcast profile` became."""
     monkeypatch.delenv("RANK", raising=False)
-    commands = []
+    monkeypatch.setattr(profile.sys, "argv", ["narrowcast", "profile"])
+    commands: list[list[str]] = []
+    monkeypatch.setattr(profile.os, "execv", lambda _, command: commands.append(command))
+    return commands
 
-    def run(command: list[str]) -> SimpleNamespace:
-        commands.append(command)
-        return SimpleNamespace(returncode=3)
 
-    monkeypatch.setattr(profile.subprocess, "run", run)
-    assert profile.launch(4, ["--job.config_file", "x.toml"]) == 3
-    ((_, *arguments),) = commands
+def test_ranks_are_started_by_torchruns_launcher(
+    folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = str(write_toml(folder, folder / "corpus", folder / "started"))
+    profile.launch(4, ["--job.config_file", toml])
+    ((_, *arguments),) = started
     assert arguments[:3] == ["-m", "torch.distributed.run", "--standalone"]
     assert arguments[3:5] == ["--nproc-per-node", "4"]
-    assert arguments[5:] == ["-m", "torchtitan_ext.profile", "--job.config_file", "x.toml"]
+    assert arguments[5:] == ["-m", "torchtitan_ext.profile", "--job.config_file", toml]
+    assert profile.sys.argv == ["narrowcast", "profile"]
     with pytest.raises(ValueError, match=r"1 rank: .* give --ranks"):
         profile.launch(1, [])
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="--ranks 4: this machine has 2 accelerators"):
+        profile.launch(4, [])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="torchrun has started the ranks"):
         profile.launch(4, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--profile.steps", "2"), "--profile.steps 2: must be an integer of at least 6"),
+        (("--narrowcast.placement.file", "no.json"), "expert_parallel_degree = 1"),
+        (("--parallelism.expert_parallel_degree", "3"), "does not divide the 2 ranks"),
+        (("--parallelism.data_parallel_replicate_degree", "2"), "no parameter is sharded"),
+        (("--dump_folder", "pyproject.toml"), "pyproject.toml"),
+    ],
+)
+def test_what_is_wrong_is_said_before_any_rank_is_started(
+    folder: Path,
+    started: list[list[str]],
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    toml = str(write_toml(folder, folder / "corpus", folder / "not_started"))
+    arguments = ["profile", "--ranks", "2", "--job.config_file", toml, *flags]
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+    assert not started
+
+
+def test_a_rank_without_a_launcher_is_told_how_to_start(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile.sys, "argv", ["it"])
+    toml = str(write_toml(folder, folder / "corpus", folder / "alone"))
+    with pytest.raises(SystemExit) as raised:
+        profile.main(["--job.config_file", toml])
+    assert raised.value.code == 2
+    assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err
+
+
+def test_a_job_that_is_too_short_to_tell_ends_in_one_line(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def profiled(*_: Any) -> None:
+        raise profile.ProfileError("the job's data ended")
+
+    for name, value in zip(LAUNCHED, ("0", "1", "localhost", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(profile.sys, "argv", ["it"])
+    monkeypatch.setattr(profile, "profile", profiled)
+    monkeypatch.setattr(checking, "_check_sharded", lambda *_: None)  # this is one rank
+    toml = str(write_toml(folder, folder / "corpus", folder / "short"))
+    with pytest.raises(SystemExit) as raised:
+        profile.main(["--job.config_file", toml])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err == "torchtitan_ext.profile: the job's data ended\n"
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_profile_ends_when_a_rank_fails(folder: Path, tmp_path: Path, failing: int) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    process = _narrowcast_profile(folder, tmp_path, failing)
+    printed, _ = process.communicate(timeout=200)
+    assert process.returncode == 1
+    assert "this rank fails" in printed
+
+
+@pytest.mark.wide
+def test_a_profile_that_is_ended_leaves_no_rank_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text(FAILING)
+    process = _narrowcast_profile(folder, tmp_path, failing=-1)
+    assert any("step:  1" in line for line in process.stdout)
+    process.terminate()
+    # Ranks have its pipes too: they close when the last one has ended.
+    process.communicate(timeout=200)
+    assert process.returncode == 1
+
+
+FAILING = """
+import os, sys
+from tests.torchtitan_ext.tiny import tiny
+
+def failing():
+    watch = getattr(sys.modules["__main__"], "_Watch", None)
+    if watch is not None and os.environ.get("RANK") == os.environ["FAILING"]:
+        watch.after_step = raises
+    return tiny()
+
+def raises(self):
+    raise RuntimeError("this rank fails")
+"""
+
+
+def _narrowcast_profile(folder: Path, tmp_path: Path, failing: int) -> subprocess.Popen:
+    toml = write_toml(folder, folder / "corpus", tmp_path / "failing", config="failing")
+    toml.write_text(toml.read_text().replace("tests.torchtitan_ext.tiny", "failing"))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *sys.path])
+    command = [sys.executable, "-m", "narrowcast.cli", "profile", "--ranks", "2"]
+    command += ["--job.config_file", str(toml), "--profile.steps", "40"]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": path, "FAILING": str(failing)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _event(name: str, shape: list[int] | None = None) -> SimpleNamespace:
@@ -275,12 +398,18 @@ def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(
     lines += "[narrowcast.reduce_scatter]\nenable = true\n"
     lines += "[narrowcast.all_gather]\nenable = true\nblock_size = 128\nreselect_interval = 5\n"
     toml.write_text(lines)
-    observed = profile._observed(load_config(toml), steps=40)
+    observed = observed_job(load_config(toml), steps=40)
     assert (observed.training.steps, observed.lr_scheduler.total_steps) == (40, 99)
-    longer = profile._observed(load_config(toml), steps=100)
+    longer = observed_job(load_config(toml), steps=100)
     assert (longer.training.steps, longer.lr_scheduler.total_steps) == (100, 100)
     assert observed.dump_folder == str(folder / "whole" / "profile")
     gathers = observed.narrowcast.all_gather
     assert (gathers.treatment, gathers.block_size) == ("observe", 128)
     assert (gathers.warmup_steps, gathers.reselect_interval) == (30, 40)
     assert not observed.narrowcast.reduce_scatter.enable
+    # Steps that come after the profile's are no error of it.
+    sections = "[narrowcast.routing_trace]\nenable = true\nfirst_step = 90\n"
+    toml.write_text(f"{lines}{sections}[narrowcast.placement]\nafter_steps = 90\n")
+    observed = observed_job(load_config(toml), steps=40)
+    assert not observed.narrowcast.routing_trace.enable
+    assert not observed.narrowcast.placement.enable

@@ -304,7 +304,7 @@ def test_a_switch_that_cannot_work_is_named(ranks, folder: Path, section: str) -
     for outcome in ranks(2).outcomes(train, str(toml), *flags):
         assert outcome.type == "ValueError"
         assert f"narrowcast.{section}.enable = true" in outcome.message
-        assert "fully_shard" in outcome.message
+        assert "parallelism.data_parallel_shard_degree = 1" in outcome.message
 
 
 ENTRIES = {

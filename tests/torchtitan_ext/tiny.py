@@ -101,6 +101,29 @@ def other_experts() -> Any:
     return config
 
 
+def other_dispatcher() -> Any:
+    """With a dispatcher of another class than torchtitan's own, in its last layer."""
+    from torchtitan.config import derive
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    class OtherDispatcher(AllToAllTokenDispatcher):
+        @dataclass(kw_only=True, slots=True)
+        class Config(AllToAllTokenDispatcher.Config):
+            pass
+
+    config = top4()
+    routed = config.model_spec.model.layers[-1].moe.routed_experts
+    routed.token_dispatcher = derive(routed.token_dispatcher, OtherDispatcher.Config)
+    return config
+
+
+def dense() -> Any:
+    """Without MoE layers."""
+    from torchtitan.models.qwen3 import model_registry
+
+    return _on_corpus(model_registry("debugmodel", attn_backend="flex"))
+
+
 def deepseek() -> Any:
     """Node-limited routing with shared experts and a bias, after a dense layer."""
     from torchtitan.components.optimizer import register_moe_load_balancing_hook
