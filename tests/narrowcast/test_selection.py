@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 
+from narrowcast.allgather import selection
 from narrowcast.allgather.selection import Group, Option, Shard, as_json, choose, table
 
 CLOSE = 1e-6  # of plain's time
@@ -375,3 +376,16 @@ def test_what_cannot_be_chosen_from_is_refused():
         choose([group("g", Shard("w", "other", 1, 1.0, {"coded": Option(1.0)}))], None)
     with pytest.raises(ValueError, match="g: a time that is not finite"):
         choose([group("g", shard("w", 1.0), overhead=float("inf"))], None)
+
+
+def test_where_the_program_takes_too_long_the_papers_rule_is_taken(monkeypatch, caplog):
+    """All ranks wait for the one that solves."""
+    rng = random.Random(0)
+    groups = random_groups(rng, 20, lambda _: 20)
+    budget = 300
+    assert choose(groups, budget).treatments != choose(groups, budget, "ratio").treatments
+    monkeypatch.setitem(selection._SOLVER, "time_limit", 0.0)
+    late = choose(groups, budget)
+    assert late.treatments == choose(groups, budget, "ratio").treatments
+    assert late.cache_bytes <= budget
+    assert "the paper's rule" in caplog.text

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
 from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.training import local, same_bits
 
 SOON_S = 20
@@ -76,20 +77,24 @@ def test_a_rank_that_skips_a_step_trains_on_as_under_plain_fsdp(ranks, treatment
     assert ranks(2).run(_skips_a_step, TREATMENTS[treatment]) == [True] * 2
 
 
-def _skips_where_all_look(skipped: int) -> None:
+def _skips_where_all_look(skipped: int, seconds_per_byte: float) -> None:
     model = _build()
     optimizer = torch.optim.AdamW(model.parameters())
-    narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=4, reselect_interval=2)
-    for step in range(12):
-        _backward(model, step)
-        if (step, dist.get_rank()) != (skipped, 1):
-            optimizer.step()
-        optimizer.zero_grad()
+    with on_a_link(seconds_per_byte):
+        narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=3, reselect_interval=6)
+        for step in range(16):
+            _backward(model, step)
+            if (step, dist.get_rank()) != (skipped, 1):
+                optimizer.step()
+            optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("skipped", [1, 7])  # within the warm-up, and after the choice
-def test_where_all_ranks_look_at_shards_a_skipped_step_is_an_error_on_all(ranks, skipped) -> None:
-    outcomes = ranks(3).outcomes(_skips_where_all_look, skipped, timeout_s=SOON_S)
+# Within the warm-up, and between two looks; where all shards are narrowed, and where none is.
+@pytest.mark.parametrize(("skipped", "link"), [(1, SLOW), (4, SLOW), (4, FAST)])
+def test_where_all_ranks_look_at_shards_a_skipped_step_is_an_error_on_all(
+    ranks, skipped: int, link: float
+) -> None:
+    outcomes = ranks(3).outcomes(_skips_where_all_look, skipped, link, timeout_s=SOON_S)
     assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "a rank skipped optimizer.step()" in outcomes[0].message

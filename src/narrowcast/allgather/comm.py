@@ -134,7 +134,7 @@ class Announcer:
         process_group = first.group.process_group
         with named():
             sizes = [state.next_size for state in states]
-            largest = largest_sizes(sizes, process_group, first.group.device)
+            largest = largest_sizes(sizes, process_group, first.group.device, first.waits)
         if ledger is not None:
             sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
             ledger.add("all_gather", sent_bytes, plain_bytes=0)
@@ -164,7 +164,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         foresight: fetches them ahead; the groups of a model share one.
         job: the ranks that must learn of a failure here; ``None``: nobody.
         announcer: of the group's process group, if sizes are announced.
-        waits: for a plain gather on a CPU, in the place of FSDP2 itself.
+        waits: for a collective of a gather on a CPU.
         on_unannounced: is called when the shard has changed without ``prepare``.
     """
 
@@ -182,7 +182,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     foresight: Foresight = field(default_factory=Foresight)
     job: Job | None = None
     announcer: Announcer | None = None
-    waits: Callable[[dist.Work], None] | None = None
+    waits: Callable[[dist.Work], object] = dist.Work.wait
     on_unannounced: Callable[["NarrowAllGather"], None] | None = None
 
     def __call__(
@@ -225,15 +225,13 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
+        if self.group.device.type != "cpu" or async_op:
+            return self.plain(output_tensor, input_tensor, group, async_op)
         start = time.perf_counter()
-        waits = self.waits is not None and not async_op
-        work = self.plain(output_tensor, input_tensor, group, async_op or waits)
-        if waits:
-            self.waits(work)
-            work = None
-        if work is None and self.group.device.type == "cpu" and self._is_whole(group):
+        self.waits(self.plain(output_tensor, input_tensor, group, async_op=True))
+        if self._is_whole(group):
             self.plain_seconds.append(time.perf_counter() - start)
-        return work
+        return None
 
     def _start(
         self,
@@ -265,12 +263,13 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             if unannounced and known and self.on_unannounced is not None:
                 self.on_unannounced(self)
         with named():
-            slots, work = start_round(prepared.payload, state.slot_size, group, async_op)
+            is_late = async_op or self.group.device.type == "cpu"
+            slots, work = start_round(prepared.payload, state.slot_size, group, is_late)
 
         def finish() -> None:
             self.foresight.finishes(state.kept)
             if work is not None:
-                work.wait()
+                self.waits(work)
             with named():
                 self._finish(state, group, prepared, slots, rows)
 

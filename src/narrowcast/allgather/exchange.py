@@ -14,10 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def largest_sizes(sizes: list[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+def largest_sizes(
+    sizes: list[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    wait: Callable[[dist.Work], object] = dist.Work.wait,
+) -> list[int]:
     """The largest of each size over the ranks of the group, in one collective."""
     largest = torch.tensor(sizes, dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    wait(dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True))
     return largest.tolist()
 
 
