@@ -12,8 +12,6 @@ from torch import Tensor
 
 from narrowcast.experts.partition import (
     RoutedSets,
-    _Problem,
-    _Swaps,
     contiguous,
     occult,
     pairwise,
@@ -21,6 +19,7 @@ from narrowcast.experts.partition import (
     rows_sent,
     search,
 )
+from narrowcast.experts.swaps import Division, Problem
 
 LLAMA_MOE = Path(__file__).parents[2] / "data" / "llama_moe_8e_top2_layers0-15.npz"
 
@@ -127,17 +126,18 @@ def test_the_cost_of_every_swap_is_exact_on_both_levels(
         return rows_sent(sets, part_E) + 2.5 * rows_sent(sets, part_E // per_node)
 
     levels = ((num_ranks, 1.0), (num_nodes, 2.5))
-    swaps = _Swaps(_Problem.of(sets), random(num_experts, num_ranks, 0), levels, None)
-    constant = rows(swaps.part_U) - swaps.cost[1]
+    problem = Problem.of(sets.ids_SK, sets.weight_S, sets.load_E)
+    division = Division.of(problem, random(num_experts, num_ranks, 0), levels)
+    constant = rows(division.part_U) - division.cost(torch.inf)[1]
     for a, b in torch.randint(num_experts, (3, 2), generator=generator).tolist():
-        before_E = swaps.part_U.clone()
-        cost_EE = sum(weight * level.swap_costs() for weight, level in swaps.levels)
+        before_E = division.part_U.clone()
+        cost_EE = sum(weight * sent.swap_costs() for weight, sent in division.levels)
         assert torch.equal(cost_EE, cost_EE.T)
         for i, j in combinations(range(num_experts), 2):
             assert cost_EE[i, j] == rows(swapped(before_E, i, j)) - rows(before_E)
-        swaps._swap(a, b)
-        assert torch.equal(swaps.part_U, swapped(before_E, a, b))
-        assert swaps.cost[1] == rows(swaps.part_U) - constant
+        division.swap(a, b)
+        assert torch.equal(division.part_U, swapped(before_E, a, b))
+        assert division.cost(torch.inf)[1] == rows(division.part_U) - constant
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
