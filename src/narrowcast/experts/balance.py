@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
-from math import comb
+from math import comb, floor, inf
 
 import numpy as np
 import torch
@@ -21,6 +21,13 @@ _MOST_BRANCHES = 2_000  # that it takes
 def part_loads(load_U: Tensor, part_U: Tensor, num_parts: int) -> Tensor:
     """(Q,) float64: the load of each part."""
     return torch.zeros(num_parts, dtype=torch.float64).index_add_(0, part_U, load_U.double())
+
+
+def limit_of(load_U: Tensor, num_parts: int, max_load: float | None) -> float:
+    """The most that a part may bear, as a whole number: so many times the mean."""
+    if max_load is None or max_load == inf:
+        return inf
+    return floor(max_load * float(load_U.sum()) / num_parts + 1e-6)
 
 
 def greedy(load_U: Tensor, num_parts: int) -> Tensor:

@@ -15,7 +15,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import floor
 from operator import itemgetter
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.experts import enumeration
-from narrowcast.experts.balance import greedy, packed
+from narrowcast.experts.balance import greedy, limit_of, packed
 from narrowcast.experts.swaps import SMALLEST_GAIN, Division, Levels, Problem, improve
 
 
@@ -205,10 +204,7 @@ def searched(
             f"{num_experts} experts do not divide evenly into {num_groups} groups: take a divisor"
         )
     problem = Problem.of(sets.ids_SK, sets.weight_S, sets.load_E if load_E is None else load_E)
-    limit = torch.inf
-    if max_load is not None:
-        # Whole, as loads are, so that sums and differences are exact.
-        limit = floor(max_load * float(problem.load_U.sum()) / num_ranks + 1e-6)
+    limit = limit_of(problem.load_U, num_ranks, max_load)
     if num_nodes == 1:
         return _divide(problem, num_ranks, limit, restarts=restarts, seed=seed)
     whole = num_groups is not None and num_groups % num_nodes == 0
@@ -242,7 +238,7 @@ def _divide(
     divisions = [Division.of(problem, start_U, levels) for start_U in starts]
     # Many end in the same division, or in one that differs in the numbers of its parts.
     distinct = {division.cost(torch.inf): division for division in reversed(divisions)}
-    best = [distinct[cost] for cost in sorted(distinct)][: 2 + restarts // 4]
+    best = [distinct[cost] for cost in sorted(distinct)][: max(2, restarts // 4 + 1)]
     return _improved(problem, levels, limit, best)
 
 
