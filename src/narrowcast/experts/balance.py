@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _MOST_CHOICES = 10_000  # of a part, for which the branch and bound is tried
-_MOST_BRANCHES = 2_000  # that it takes
+_MOST_WEIGHED = 2**21  # choices that it weighs
 
 
 def part_loads(load_U: Tensor, part_U: Tensor, num_parts: int) -> Tensor:
@@ -91,23 +91,23 @@ def _branch_and_bound(load_U: Tensor, part_U: Tensor, num_parts: int, enough: fl
     size = len(order_U) // num_parts
     load = load_U.numpy().astype(np.float64)
     best = float(part_loads(load_U, part_U, num_parts).max())
-    found, branches = part_U.numpy().copy(), 0
+    found, weighed = part_U.numpy().copy(), 0
     filled = np.empty_like(found)
 
     def fill(left: np.ndarray, part: int, busiest: float) -> None:
-        nonlocal best, branches
+        nonlocal best, weighed
         if part == num_parts:
             best, found[:] = busiest, filled
             return
         fellows_CM = _choices(len(left) - 1, size - 1) + 1
         sums_C = load[left[0]] + load[left[fellows_CM]].sum(axis=1)
+        weighed += len(sums_C)
         rest_C, parts_left = load[left].sum() - sums_C, num_parts - part - 1
         for choice in np.abs(sums_C - load[left].sum() / (parts_left + 1)).argsort(kind="stable"):
-            if best <= enough or branches == _MOST_BRANCHES:
+            if best <= enough or weighed > _MOST_WEIGHED:
                 return
             if sums_C[choice] >= best or rest_C[choice] >= best * parts_left > 0:
                 continue
-            branches += 1
             taken = np.zeros(len(left), dtype=bool)
             taken[[0, *fellows_CM[choice]]] = True
             filled[left[taken]] = part

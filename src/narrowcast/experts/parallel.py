@@ -1,6 +1,7 @@
 """Runs a function over the layers of a model, in processes of one thread each, with a bar."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -11,10 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from time import perf_counter as seconds
 from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
+
+_WORTH_STARTING = 5.0  # seconds of work, for processes that take some to start
+_BYTES_OF_TORCH = 2**28  # that a process takes before it does anything
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,7 +30,8 @@ def each(
     tasks: Iterable[T],
     count: int,
     *,
-    processes: int = 1,
+    processes: int | None = 1,
+    bytes_each: int = 0,
     description: str = "",
     progress: bool = False,
 ) -> list[R]:
@@ -39,7 +45,9 @@ def each(
         function: of a module, or a `functools.partial` of one, that can be pickled.
         tasks: taken as they are needed, so that few of them are in memory.
         count: of them.
-        processes: at most. With one, all is done in this process.
+        processes: at most; with one, all is done in this process. None: the first layer is done
+            here, and if that shows the others to take long, as many as there is room for.
+        bytes_each: of memory that a layer takes.
         description: of the bar.
         progress: show it, on stderr.
 
@@ -47,27 +55,46 @@ def each(
         ChildProcessError: a process was ended from outside.
         Exception: what the function raised first.
     """
-    bar = tqdm(total=count, desc=description, unit="layer", disable=not progress)
-    processes = min(processes, count)
-    if processes <= 1:
-        with bar:
-            return [_counted(bar, function(task)) for task in tasks]
+    tasks, results = iter(tasks), []
+    with tqdm(total=count, desc=description, unit="layer", disable=not progress) as bar:
+
+        def here(some: Iterable[T]) -> None:
+            for task in some:
+                results.append(function(task))
+                bar.update()
+
+        if processes is None:
+            start = seconds()
+            here(itertools.islice(tasks, 1))
+            is_long = (seconds() - start) * (count - 1) > _WORTH_STARTING
+            processes = processes_for(bytes_each) if is_long else 1
+        processes = min(processes, count - len(results))
+        if processes <= 1:
+            here(tasks)
+            return results
+        return results + _elsewhere(function, tasks, count - len(results), processes, bar)
+
+
+def _elsewhere(
+    function: Callable[[T], R], tasks: Iterator[T], count: int, processes: int, bar: tqdm
+) -> list[R]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # torch is imported once
     results: list[Any] = [None] * count
     numbered, pending = enumerate(tasks), {}
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start)
-    with bar, pool, _ended_on_errors(pool):
+    with pool, _ended_on_errors(pool):
         while True:
-            while len(pending) < 2 * processes and (next_task := next(numbered, None)):
+            while len(pending) < 2 * processes and (following := next(numbered, None)):
                 # Pickled here: torch would send tensors through shared memory, of which a
                 # container may have little.
-                future = pool.submit(_call, pickle.dumps((function, next_task[1])))
-                pending[future] = next_task[0]
+                future = pool.submit(_call, pickle.dumps((function, following[1])))
+                pending[future] = following[0]
             if not pending:
                 return results
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                results[pending.pop(future)] = _counted(bar, pickle.loads(future.result()))
+                results[pending.pop(future)] = pickle.loads(future.result())
+                bar.update()
 
 
 def processes_for(bytes_each: int) -> int:
@@ -75,14 +102,6 @@ def processes_for(bytes_each: int) -> int:
     available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     fitting = int(available[1]) * 1024 // (bytes_each + _BYTES_OF_TORCH)
     return max(1, min(len(os.sched_getaffinity(0)), fitting))
-
-
-_BYTES_OF_TORCH = 2**28  # that a process takes before it does anything
-
-
-def _counted(bar: tqdm, result: R) -> R:
-    bar.update()
-    return result
 
 
 @contextlib.contextmanager

@@ -131,7 +131,7 @@ def make_plan(
         seconds: of a layer, for "rows": see `Effort`.
         restarts: seeded starts of "rows"; by default what `seconds` leave after the tokens.
         seed: of "random" and of the restarts. Equal arguments give equal plans.
-        processes: that share the layers, see `parallel.each`; None for as many as there is room.
+        processes: that share the layers: see `parallel.each`.
         progress: show a bar on stderr.
 
     Raises:
@@ -150,8 +150,6 @@ def make_plan(
         routings = routings_of(trace, effort.tokens)
     if restarts is not None:
         effort = replace(effort, restarts=restarts)
-    if processes is None:
-        processes = parallel.processes_for(effort.bytes(trace.num_experts))
     search = functools.partial(
         plan_layer,
         num_ranks=num_ranks,
@@ -167,6 +165,7 @@ def make_plan(
         routings,
         len(trace.layers),
         processes=processes,
+        bytes_each=effort.bytes(trace.num_experts),
         description="placement",
         progress=progress,
     )

@@ -88,7 +88,7 @@ def measure_router(
     Args:
         trace: of at least one token.
         layers: names of those to measure, in any order; by default all.
-        processes: that share the layers, see `parallel.each`; None for as many as there is room.
+        processes: that share the layers: see `parallel.each`.
         progress: show a bar on stderr.
 
     Raises:
@@ -97,16 +97,15 @@ def measure_router(
     if not trace.num_tokens:
         raise ValueError("the trace has no tokens: record some")
     chosen = [i for i, name in enumerate(trace.layers) if layers is None or name in layers]
-    if processes is None:
-        # Tables from pairs of experts to the next layer's, of two halves, and the tokens behind.
-        pairs = min(trace.num_experts**2, trace.num_tokens * trace.top_k**2)
-        entries = 4 * pairs * trace.num_experts + 8 * trace.num_tokens * trace.top_k**2
-        processes = parallel.processes_for(8 * entries)
+    # Tables from pairs of experts to the next layer's, of two halves, and the tokens behind.
+    pairs = min(trace.num_experts**2, trace.num_tokens * trace.top_k**2)
+    entries = 4 * pairs * trace.num_experts + 8 * trace.num_tokens * trace.top_k**2
     return parallel.each(
         _measure_router_layer,
         (_Router.of(trace, i) for i in chosen),
         len(chosen),
         processes=processes,
+        bytes_each=8 * entries,
         description="routers",
         progress=progress,
     )

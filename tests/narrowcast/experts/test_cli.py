@@ -11,8 +11,9 @@ import torch
 from narrowcast import cli
 from narrowcast.cli import main
 from narrowcast.experts.correlation import coselection
+from narrowcast.experts.effort import Effort
 from narrowcast.experts.placement import Placement, contiguous, load_placement
-from narrowcast.experts.planning import HELD_OUT
+from narrowcast.experts.planning import HELD_OUT, Plan
 from narrowcast.experts.routing import RoutingTrace
 
 LAYERS = ("layers.1.moe", "layers.2.moe")
@@ -32,6 +33,10 @@ def make_trace(num_tokens: int = 3072) -> RoutingTrace:
 
 def best() -> Placement:
     return Placement("qwen3 demo", LAYERS, 4, 1, "rows", BEST)
+
+
+def planned(placement: Placement) -> Plan:
+    return Plan(placement, placement, Effort(1024, 4))
 
 
 @pytest.fixture
@@ -101,7 +106,8 @@ def test_a_plan_is_written_and_judged(trace_file, tmp_path, capsys):
     arguments = ["placement", "plan", trace_file, "--ranks", "4", "--output", output]
     assert main([str(argument) for argument in arguments]) == 0
     shown = capsys.readouterr().out
-    assert "Fitted on 2458 tokens, judged on the later 614\n" in shown
+    assert "\nFitted on 2458 of the earlier 2458 tokens, 64 restarts a layer; " in shown
+    assert "judged on the later 614, load on all 3072\n" in shown
     assert "Before: contiguous; after: rows; on 4 ranks of 1 node\n" in shown
     c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
     assert c_t["layers.1.moe", "before"] == "2.00"
@@ -122,13 +128,13 @@ def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted
     given.ids_LTK[:, fitted.num_tokens :] = torch.arange(2)  # later ones: experts of one rank
     given.save(trace_file)
 
-    def plan(trace: RoutingTrace, num_ranks: int, **options: object) -> Placement:
+    def make_plan(trace: RoutingTrace, num_ranks: int, **options: object) -> Plan:
         calls.append((trace, num_ranks, options))
-        return replace(best(), num_nodes=2)
+        return planned(replace(best(), num_nodes=2))
 
-    monkeypatch.setattr(cli, "plan", plan)
+    monkeypatch.setattr(cli, "make_plan", make_plan)
     command = f"placement plan {trace_file} --ranks 4 --nodes 2 --method rows --max-load 1.5 "
-    command += "--cross-node-weight 3 --restarts 5 --seed 7"
+    command += "--cross-node-weight 3 --seconds 4 --restarts 5 --seed 7"
     assert main([*command.split(), "--output", str(tmp_path / "p.json")]) == 0
     ((trace, num_ranks, options),) = calls
     assert torch.equal(trace.ids_LTK, given.ids_LTK)
@@ -141,8 +147,10 @@ def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted
         "method": "rows",
         "max_load": 1.5,
         "cross_node_weight": 3.0,
+        "seconds": 4.0,
         "restarts": 5,
         "seed": 7,
+        "processes": None,
         "progress": True,
     }
 
@@ -153,7 +161,7 @@ def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys,
     ids_LTK = trace.ids_LTK.clone()
     ids_LTK[1] %= 4
     replace(trace, ids_LTK=ids_LTK).save(trace_file)
-    monkeypatch.setattr(cli, "plan", lambda *_, **__: best())
+    monkeypatch.setattr(cli, "make_plan", lambda *_, **__: planned(best()))
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'} --max-load"
     assert main([*command.split(), "1.5"]) == 0
     warning = capsys.readouterr().err
