@@ -102,7 +102,9 @@ def second_order(
         ValueError: fewer than `MIN_TOKENS` tokens.
     """
     pair_TKK = before_TK.long()[:, :, None] * num_experts + previous_TK.long()[:, None, :]
-    pair_N, row_TKK = pair_TKK.unique(return_inverse=True)
+    seen = torch.zeros(num_experts**2, dtype=torch.bool)
+    seen[pair_TKK] = True
+    pair_N, row_TKK = seen.nonzero()[:, 0], (seen.cumsum(dim=0) - 1)[pair_TKK]
     keys_NQ = torch.stack([pair_N // num_experts, pair_N % num_experts], dim=1)
     return _table(keys_NQ, row_TKK.flatten(1), next_TK, num_experts)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.experts import enumeration
-from narrowcast.experts.balance import greedy, part_loads
+from narrowcast.experts.balance import greedy, packed, part_loads
 from narrowcast.experts.enumeration import all_divisions
 from narrowcast.experts.partition import (
     RoutedSets,
@@ -264,7 +264,7 @@ def test_a_bound_on_the_load_comes_before_rows():
 
 
 def test_the_search_finds_the_optimum_within_a_bound():
-    for seed in (2, 3, 5):
+    for seed in (2, 3, 5, 16, 33, 53):  # of the last three, swaps find none
         sets = RoutedSets.of(clustered(400, 8, 3, seed), 8)
         best = optimum(sets, 4, max_load=1.15)
         assert optimum(sets, 4) < best < torch.inf
@@ -334,6 +334,19 @@ def test_swaps_reach_the_tightest_bound_too_where_there_are_too_many_divisions_t
         part_E = search(sets, 4, num_nodes=num_nodes, max_load=1.0)
         assert float(part_loads(sets.load_E, part_E, 4).max()) == least
         monkeypatch.undo()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_search_of_sixteen_experts_is_as_even_as_any_division_where_that_is_asked(num_nodes):
+    """The packing is: see test_balance."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        popularity = torch.exp(torch.randn(16, generator=generator) * 0.6)
+        ids_TK = torch.multinomial(popularity.expand(1000, 16), 4, generator=generator)
+        sets = RoutedSets.of(ids_TK, 16)
+        least = float(part_loads(sets.load_E, packed(sets.load_E, 4, 0), 4).max())
+        part_E = search(sets, 4, num_nodes=num_nodes, max_load=1.0, restarts=1)
+        assert float(part_loads(sets.load_E, part_E, 4).max()) == least
 
 
 def test_loads_are_of_the_tokens_that_are_given_and_not_of_those_that_are_fitted_on():
