@@ -1,14 +1,15 @@
 """Compares the ways to place experts, on traces, with each other and with a hypergraph partitioner.
 
 `python -m narrowcast.experts.benchmark TRACE [TRACE ...] --ranks 4 8` plans with every method from
-the earlier four fifths of each trace and counts the rows that the later fifth sends. Mt-KaHyPar
-(PyPI: mtkahypar), where it is installed, partitions the hypergraph of the same tokens, its
-connectivity the objective, with exactly E / R experts a rank.
+the earlier four fifths of each trace, without a bound on load, and counts the rows that the later
+fifth sends. Mt-KaHyPar (PyPI: mtkahypar), where it is installed, partitions the hypergraph of the
+same tokens, its connectivity the objective, with exactly E / R experts a rank.
 
 `--speed` times the search alone, on tokens made up: 128 and 256 experts, top-8, 32 ranks.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -82,10 +83,13 @@ def quality(paths: list[Path], degrees: list[int], partitioner: bool) -> list[li
         trace = load_trace(path)
         for num_ranks in degrees:
             bar = tqdm(columns, desc=f"{path.name}, {num_ranks} ranks", unit="method")
+            no_bound = {"rows": math.inf}
             rows = {
                 name: kahypar_rows(trace, num_ranks)
                 if name == "mt-kahypar"
-                else held_out_rows(trace, plan(trace, num_ranks, method=name))
+                else held_out_rows(
+                    trace, plan(trace, num_ranks, method=name, max_load=no_bound.get(name))
+                )
                 for name in bar
             }
             line = [path.stem, str(num_ranks), *(f"{value:.4f}" for value in rows.values())]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from narrowcast.experts.correlation import MIN_TOKENS
 
 # What the search of a layer is to take, of one core.
-SECONDS = 2.5
+SECONDS = 2.0
 
 _RESTARTS = (4, 64)  # at least, at most
 
