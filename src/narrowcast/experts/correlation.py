@@ -165,6 +165,9 @@ def _table(keys_NQ: Tensor, row_TC: Tensor, next_TK: Tensor, num_experts: int) -
     counts = torch.zeros(rows * num_experts, dtype=torch.int64)
     for next_T in next_TK.long().unbind(dim=1):
         entry_TC = row_TC * num_experts + next_T[:, None]
-        counts += torch.bincount(entry_TC.flatten(), minlength=len(counts))
+        # In place: there may be many more entries than tokens.
+        counts.scatter_add_(
+            0, entry_TC.flatten(), torch.ones((), dtype=torch.int64).expand(entry_TC.numel())
+        )
     support_N = torch.bincount(row_TC.flatten(), minlength=rows)
     return CrossLayerTable(keys_NQ, counts.view(rows, num_experts), support_N)
