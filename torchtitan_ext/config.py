@@ -224,7 +224,9 @@ class PlacementConfig:
 
     max_load: float = field(default=0.0, metadata={"allowed": "0, or a number of at least 1"})
     """
-    Bound on the assignments of the busiest rank over the mean, for method "rows". 0 means none.
+    Bound on the assignments of the busiest rank over the mean, for method "rows". It comes before
+    rows. 0 means 1.1, or what the ranks have without a placement where that is more. As many as
+    there are ranks lifts it.
     """
 
     cross_node_weight: float = field(default=0.0, metadata={"allowed": "a number of at least 0"})

@@ -8,16 +8,19 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from narrowcast.experts.balance import part_loads
 from narrowcast.experts.correlation import MIN_TOKENS
+from narrowcast.experts.effort import SECONDS, Effort
 from narrowcast.experts.files import check_writable
-from narrowcast.experts.metrics import UNEVEN, measure
+from narrowcast.experts.metrics import UNEVEN
 from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
 from narrowcast.experts.planning import (
+    HELD_OUT,
+    LayerRouting,
     check,
     placement_of,
     plan_layer,
-    sample,
-    tokens_to_plan_from,
+    routings_of,
 )
 from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
 from narrowcast.experts.routing import RoutingTrace, load_trace
@@ -97,7 +100,7 @@ class PlacementRun:
             return
         every = self._config.every_steps
         self._next_plan = step + every if every else None
-        planned = self._plan(self._watch.trace(on_every_rank=True))
+        planned = self._plan(self._routings(self._watch.trace(on_every_rank=True)))
         if dist.get_rank() == 0:
             try:
                 planned.save(self._file(step))
@@ -115,10 +118,11 @@ class PlacementRun:
         if self._config.file:
             return self._placement_in(self._config.file, _what(self._config))
         if self._config.trace:
-            trace = from_first_rank(
-                lambda: _trace_in(self._config, self._model), _what(self._config)
+            routings = from_first_rank(
+                lambda: list(self._routings(_trace_in(self._config, self._model))),
+                _what(self._config),
             )
-            return self._plan(sample(trace))
+            return self._plan(routings)
         return None
 
     def _placement_in(self, file: str | Path, what: str) -> Placement:
@@ -130,54 +134,64 @@ class PlacementRun:
             )
         return placement
 
-    def _plan(self, trace: RoutingTrace) -> Placement:
-        """The placement that a trace leads to. Each rank plans some layers, and all get all."""
+    def _routings(self, trace: RoutingTrace) -> list[LayerRouting]:
+        check(trace, self._model["num_ranks"], self._config.nodes)
+        return list(routings_of(trace, _effort(self._config, self._model).tokens))
+
+    def _plan(self, routings: list[LayerRouting]) -> Placement:
+        """The placement that a trace leads to. Each rank plans some layers, and all get all: in
+        this very process, since one that trains, with threads and a device, is not to be forked."""
         config, ranks = self._config, self._model["num_ranks"]
-        check(trace, ranks, config.nodes)
-        num_layers, world_size = len(trace.layers), dist.get_world_size()
+        num_layers, world_size = len(routings), dist.get_world_size()
+        effort = _effort(config, self._model, len(routings[0].fitted_TK))
         planned_by_rank = from_every_rank(
             lambda: {
                 layer: plan_layer(
-                    trace,
-                    layer,
+                    routings[layer],
                     num_ranks=ranks,
                     num_nodes=config.nodes,
                     method=config.method,
                     max_load=config.max_load or None,
                     cross_node_weight=config.cross_node_weight or None,
-                )
+                    restarts=effort.restarts,
+                ).experts_E
                 for layer in range(dist.get_rank(), num_layers, world_size)
             }
         )
         everyones = {
             layer: experts_E for some in planned_by_rank for layer, experts_E in some.items()
         }
-        planned = placement_of(
-            trace, [everyones[i] for i in range(num_layers)], ranks, config.nodes, config.method
-        )
-        self._report(trace, planned)
+        experts_by_layer = [everyones[i] for i in range(num_layers)]
+        # Its model and layers are the trace's too.
+        planned = placement_of(self.placement, experts_by_layer, ranks, config.nodes, config.method)
+        self._report(routings, planned)
         return planned
 
-    def _report(self, trace: RoutingTrace, planned: Placement) -> None:
-        before, after = measure(trace, self.placement), measure(trace, planned)
-        rows = [
-            sum(m.rows_per_token for m in metrics) / len(metrics) for metrics in (before, after)
-        ]
-        load = [max(m.busiest_load for m in metrics) for metrics in (before, after)]
+    def _report(self, routings: list[LayerRouting], planned: Placement) -> None:
+        ranks, names = self._model["num_ranks"], self._model["layers"]
+        tokens = len(routings[0].judged_TK)
+        rows, load = [], []
+        for placement in (self.placement, planned):
+            rank_of = list(zip(routings, placement.ranks_LE, strict=True))
+            sent = sum(routing.rows(rank_E) for routing, rank_E in rank_of)
+            rows.append(sent / tokens / len(routings))
+            load_LR = [part_loads(routing.load_E, rank_E, ranks) for routing, rank_E in rank_of]
+            load.append([float(load_R.max() / load_R.mean()) for load_R in load_LR])
         logger.info(
-            f"placement planned from {trace.num_tokens} tokens: {rows[0]:.3f} -> {rows[1]:.3f} "
-            f"ranks a token; load of the busiest rank over the mean {load[0]:.2f} -> {load[1]:.2f}"
+            f"placement planned from {len(routings[0].fitted_TK)} tokens, and judged on {tokens} "
+            f"later ones: {rows[0]:.3f} -> {rows[1]:.3f} ranks a token; load of the busiest rank "
+            f"over the mean {max(load[0]):.2f} -> {max(load[1]):.2f}"
         )
-        if not self._config.max_load and load[1] > UNEVEN * load[0]:
+        if self._config.method != "rows" and max(load[1]) > UNEVEN * max(load[0]):
             logger.warning(
-                f"placement: the busiest rank is to get {load[1]:.2f} times the mean load, and had "
-                f"{load[0]:.2f}. {_SECTION}.max_load bounds it"
+                f"placement: the busiest rank is to get {max(load[1]):.2f} times the mean load, "
+                f'and had {max(load[0]):.2f}. {_SECTION}.method = "rows" bounds it'
             )
-        for metrics in after:
-            if 0 < self._config.max_load < metrics.busiest_load:
+        for name, busiest in zip(names, load[1], strict=True):
+            if 0 < self._config.max_load < busiest - 1e-6:
                 logger.warning(
                     f"{_SECTION}.max_load = {self._config.max_load} cannot be reached in "
-                    f"{metrics.layer}: {metrics.busiest_load:.3f} is the least that was found"
+                    f"{name}: {busiest:.3f} is the least that was found"
                 )
 
     def _move_to(self, placement: Placement) -> None:
@@ -289,11 +303,19 @@ def _trace_in(config: PlacementConfig, model: dict[str, Any]) -> RoutingTrace:
     return trace
 
 
+def _effort(
+    config: PlacementConfig, model: dict[str, Any], num_fitted: int | None = None
+) -> Effort:
+    return Effort.of(SECONDS, model["num_experts"], num_fitted, config.nodes)
+
+
 def _watched(config: PlacementConfig, model: dict[str, Any]) -> dict[str, Any]:
+    # As many as are fitted on, and as later ones judge what was fitted.
+    tokens = round(_effort(config, model).tokens / (1 - HELD_OUT))
     return {
         "section": f"{_SECTION}.after_steps",
         "num_steps": config.after_steps,
-        "max_bytes": token_bytes(model) * tokens_to_plan_from(model["num_experts"]),
+        "max_bytes": token_bytes(model) * tokens,
     }
 
 

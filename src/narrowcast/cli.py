@@ -8,23 +8,33 @@ import importlib.util
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+import torch
+
 from narrowcast.experts.correlation import MIN_TOKENS
+from narrowcast.experts.coselection import (
+    CoselectionCounts,
+    is_coselection,
+    load_coselection,
+    measure_counts,
+)
+from narrowcast.experts.effort import SECONDS
 from narrowcast.experts.files import check_writable
 from narrowcast.experts.heatmap import coselection_heatmap
 from narrowcast.experts.metrics import (
     UNEVEN,
     WIDTH,
+    PlacementMetrics,
     measure,
-    measure_router,
     placement_table,
-    router_table,
+    with_loads_of,
 )
 from narrowcast.experts.placement import Placement, contiguous, load_placement
-from narrowcast.experts.planning import HELD_OUT, Method, plan
+from narrowcast.experts.planning import DEFAULT_LOAD, HELD_OUT, Method, make_plan
+from narrowcast.experts.routers import measure_router, router_table
 from narrowcast.experts.routing import RoutingTrace, load_trace
 
 
@@ -35,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: its arguments; by default those of the process.
 
     Returns:
-        The exit code: 0, or 2 after an error, of which one line on stderr tells.
+        The exit code: 0; 2 after an error, of which one line on stderr tells; 130 if interrupted.
     """
     parser = _parser()
     arguments, flags = parser.parse_known_args(argv)
@@ -46,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _profile(arguments, flags)
         arguments.run(arguments)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
     except (OSError, ValueError, ImportError) as error:
         text = str(error)
         if isinstance(error, BrokenPipeError):  # the reader has enough, as `head`
@@ -87,18 +99,37 @@ def _parser() -> argparse.ArgumentParser:
 
     planner = placement_verbs.add_parser("plan", help="place experts by a trace")
     planner.set_defaults(run=_plan)
-    planner.add_argument("trace", type=Path, metavar="TRACE")
+    planner.add_argument(
+        "trace", type=Path, metavar="TRACE", help="or co-selection counts, FILE.npz"
+    )
     planner.add_argument("--ranks", type=int, required=True, help="expert-parallel degree")
     planner.add_argument("--nodes", type=int, default=1, help="that the ranks are spread over")
-    planner.add_argument("--method", choices=get_args(Method), default="rows", help="(rows)")
-    planner.add_argument("--max-load", type=float, help="of the busiest rank, over the mean")
+    planner.add_argument(
+        "--method", choices=get_args(Method), help="(rows; pairwise of counts beyond top-2)"
+    )
+    planner.add_argument(
+        "--max-load",
+        type=float,
+        help="of the busiest rank, over the mean, of all tokens; inf for no bound; by default "
+        f"{DEFAULT_LOAD}, or what contiguous has where that is more",
+    )
     planner.add_argument(
         "--cross-node-weight",
         type=float,
         help="what one more node of a token costs, in rows; by default nodes come first",
     )
-    planner.add_argument("--restarts", type=int, default=4, help="seeded starts of rows (4)")
+    planner.add_argument(
+        "--seconds",
+        type=float,
+        default=SECONDS,
+        help="of one core for each layer: for tokens to fit on, then for restarts; equal ones give "
+        f"equal plans ({SECONDS})",
+    )
+    planner.add_argument(
+        "--restarts", type=int, help="seeded starts of rows; by default what the seconds allow"
+    )
     planner.add_argument("--seed", type=int, default=0)
+    planner.add_argument("--top-k", type=int, help="experts of a token, of co-selection counts")
     planner.add_argument(
         "--output", metavar="FILE", help="for the plan; - for standard output; by default none"
     )
@@ -147,7 +178,7 @@ def _show_trace(arguments: argparse.Namespace) -> None:
             f"{arguments.trace} has no layer {', '.join(sorted(unknown))}: "
             f"it has {', '.join(trace.layers)}"
         )
-    layers = [layer for layer in measure_router(trace) if layer.layer in chosen]
+    layers = measure_router(trace, chosen, processes=None, progress=True)
     print(_head(trace))
     print(f"\n{router_table(layers)}")
     if trace.num_tokens < 2 * MIN_TOKENS:
@@ -162,35 +193,62 @@ def _show_trace(arguments: argparse.Namespace) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    trace = load_trace(arguments.trace)
+    trace, method = _source_of(arguments)
     to_stdout = arguments.output == "-"
     if arguments.output and not to_stdout:
         check_writable(Path(arguments.output))
-    placement = plan(
+    made = make_plan(
         trace,
         arguments.ranks,
         num_nodes=arguments.nodes,
-        method=arguments.method,
+        method=method,
         max_load=arguments.max_load,
         cross_node_weight=arguments.cross_node_weight,
+        seconds=arguments.seconds,
         restarts=arguments.restarts,
         seed=arguments.seed,
+        processes=None,
         progress=True,
     )
-    fitted, held_out = trace.split(HELD_OUT)
+    placement = made.placement
+    placements = {"before": _contiguous(trace, placement), "after": placement}
+    if not torch.equal(made.free.experts_LE, placement.experts_LE):
+        placements["no bound"] = made.free
+    restarts = f", {made.effort.restarts} restarts a layer" if method == "rows" else ""
+    if isinstance(trace, CoselectionCounts):
+        head = f"{_head_of_counts(trace)}\nFitted on and judged on all counts{restarts}"
+        measured = {name: measure_counts(trace, of) for name, of in placements.items()}
+    else:
+        fitted, held_out = trace.split(HELD_OUT)
+        used = f"{min(fitted.num_tokens, made.effort.tokens)} of the earlier {fitted.num_tokens}"
+        head = (
+            f"{_head(trace)}\nFitted on {used} tokens{restarts}; "
+            f"judged on the later {held_out.num_tokens}, load on all {trace.num_tokens}"
+        )
+        measured = {
+            name: with_loads_of(trace, of, measure(held_out, of)) for name, of in placements.items()
+        }
     table = sys.stderr if to_stdout else sys.stdout
-    print(_head(trace), file=table)
-    print(
-        f"Fitted on {fitted.num_tokens} tokens, judged on the later {held_out.num_tokens}",
-        file=table,
-    )
-    print(_before_and_after(held_out, placement), file=table)
+    print(f"{head}\n{_described(placement)}\n\n{placement_table(measured)}", file=table)
     if to_stdout:
         sys.stdout.write(placement.as_json())
     elif arguments.output:
         placement.save(arguments.output)
         print(f"\nWrote {arguments.output}")
-    _warn_of_load(trace, fitted, placement, arguments.max_load)
+    _warn_of_load(measured, arguments.max_load, method)
+
+
+def _source_of(arguments: argparse.Namespace) -> tuple[RoutingTrace | CoselectionCounts, Method]:
+    """What to plan from, and how unless that is said."""
+    if is_coselection(arguments.trace):
+        counts = load_coselection(arguments.trace, arguments.top_k)
+        return counts, arguments.method or ("rows" if counts.top_k == 2 else "pairwise")
+    if arguments.top_k is not None:
+        raise ValueError(
+            f"--top-k {arguments.top_k} is of co-selection counts, and {arguments.trace} is none: "
+            "a trace has its own"
+        )
+    return load_trace(arguments.trace), arguments.method or "rows"
 
 
 def _show_placement(arguments: argparse.Namespace) -> None:
@@ -222,19 +280,28 @@ def _head(trace: RoutingTrace) -> str:
     )
 
 
-def _before_and_after(trace: RoutingTrace, placement: Placement) -> str:
-    after = measure(trace, placement)
-    table = placement_table(
-        {"before": measure(trace, _contiguous(trace, placement)), "after": after}
+def _head_of_counts(counts: CoselectionCounts) -> str:
+    router = "top-k unknown" if counts.top_k is None else f"top-{counts.top_k}"
+    return (
+        f"{counts.model}: co-selection counts of {len(counts.layers)} MoE layers, {router} of "
+        f"{counts.num_experts} experts"
     )
+
+
+def _before_and_after(trace: RoutingTrace, placement: Placement) -> str:
+    placements = {"before": _contiguous(trace, placement), "after": placement}
+    table = placement_table({name: measure(trace, of) for name, of in placements.items()})
+    return f"{_described(placement)}\n\n{table}"
+
+
+def _described(placement: Placement) -> str:
     nodes = "1 node" if placement.num_nodes == 1 else f"{placement.num_nodes} nodes"
     return (
         f"Before: contiguous; after: {placement.method}; on {placement.num_ranks} ranks of {nodes}"
-        f"\n\n{table}"
     )
 
 
-def _contiguous(trace: RoutingTrace, placement: Placement) -> Placement:
+def _contiguous(trace: RoutingTrace | CoselectionCounts, placement: Placement) -> Placement:
     """Where experts live without the placement."""
     return contiguous(
         trace.model, trace.layers, trace.num_experts, placement.num_ranks, placement.num_nodes
@@ -242,21 +309,23 @@ def _contiguous(trace: RoutingTrace, placement: Placement) -> Placement:
 
 
 def _warn_of_load(
-    trace: RoutingTrace, fitted: RoutingTrace, placement: Placement, max_load: float | None
+    measured: Mapping[str, Sequence[PlacementMetrics]], max_load: float | None, method: Method
 ) -> None:
-    """Of a bound that was not reached, or of a rank that gets much busier for want of one."""
-    bound = max_load
-    if bound is None:
-        busiest = [layer.busiest_load for layer in measure(trace, _contiguous(trace, placement))]
-        bound = UNEVEN * max(busiest)
-    over = [layer for layer in measure(fitted, placement) if layer.busiest_load > bound]
+    """Of a bound that was not reached; of a rank that a method without one makes much busier."""
+    if method != "rows":
+        bound = UNEVEN * max(layer.busiest_load for layer in measured["before"])
+        cause = "--method rows would bound this"
+    elif max_load is not None:
+        bound, cause = max_load + 1e-6, "--max-load is not reached"
+    else:
+        return  # is never above that of contiguous, or the default bound
+    over = [layer for layer in measured["after"] if layer.busiest_load > bound]
     if over:
         worst = max(over, key=lambda layer: layer.busiest_load)
-        cause = "--max-load is not reached" if max_load else "--max-load would bound this"
         print(
             f"narrowcast: warning: the busiest rank's load over the mean is above {bound:.2f} in "
-            f"{len(over)} of {len(trace.layers)} layers, {worst.layer} the most with "
-            f"{worst.busiest_load:.2f}, on the tokens that it was fitted on: {cause}",
+            f"{len(over)} of {len(measured['after'])} layers, {worst.layer} the most with "
+            f"{worst.busiest_load:.2f}: {cause}",
             file=sys.stderr,
         )
 

@@ -1,5 +1,6 @@
 """Tables as text."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -13,3 +14,13 @@ def aligned(rows: Sequence[Sequence[str]], words: int) -> str:
         )
         for row in rows
     )
+
+
+def percent(share: float) -> str:
+    """With a digit behind the point; - for nan."""
+    return "-" if math.isnan(share) else f"{share:.1%}"
+
+
+def number(value: float, digits: int) -> str:
+    """With so many digits behind the point; - for nan."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"

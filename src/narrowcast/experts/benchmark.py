@@ -1,14 +1,15 @@
 """Compares the ways to place experts, on traces, with each other and with a hypergraph partitioner.
 
 `python -m narrowcast.experts.benchmark TRACE [TRACE ...] --ranks 4 8` plans with every method from
-the earlier four fifths of each trace and counts the rows that the later fifth sends. Mt-KaHyPar
-(PyPI: mtkahypar), where it is installed, partitions the hypergraph of the same tokens, its
-connectivity the objective, with exactly E / R experts a rank.
+the earlier four fifths of each trace, without a bound on load, and counts the rows that the later
+fifth sends. Mt-KaHyPar (PyPI: mtkahypar), where it is installed, partitions the hypergraph of the
+same tokens, its connectivity the objective, with exactly E / R experts a rank.
 
-`--speed` times the search alone, on tokens made up: 128 experts, top-8, 32 ranks, 58 layers.
+`--speed` times the search alone, on tokens made up: 128 and 256 experts, top-8, 32 ranks.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -19,9 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from narrowcast.experts import partition
+from narrowcast.experts.effort import SECONDS, Effort
 from narrowcast.experts.metrics import rows_per_token
 from narrowcast.experts.placement import Placement
-from narrowcast.experts.planning import HELD_OUT, plan, tokens_to_plan_from
+from narrowcast.experts.planning import HELD_OUT, make_plan, plan
 from narrowcast.experts.routing import RoutingTrace, load_trace
 from narrowcast.tables import aligned
 
@@ -81,10 +83,13 @@ def quality(paths: list[Path], degrees: list[int], partitioner: bool) -> list[li
         trace = load_trace(path)
         for num_ranks in degrees:
             bar = tqdm(columns, desc=f"{path.name}, {num_ranks} ranks", unit="method")
+            no_bound = {"rows": math.inf}
             rows = {
                 name: kahypar_rows(trace, num_ranks)
                 if name == "mt-kahypar"
-                else held_out_rows(trace, plan(trace, num_ranks, method=name))
+                else held_out_rows(
+                    trace, plan(trace, num_ranks, method=name, max_load=no_bound.get(name))
+                )
                 for name in bar
             }
             line = [path.stem, str(num_ranks), *(f"{value:.4f}" for value in rows.values())]
@@ -103,19 +108,19 @@ def made_up(num_tokens: int, num_experts: int, top_k: int, seed: int) -> Tensor:
     return (topics[topic_T] + noise_TE).topk(top_k, dim=1).indices
 
 
-def speed(num_layers: int = 58, num_experts: int = 128, num_ranks: int = 32) -> str:
-    """How long the search takes for the layers of a large model, made-up tokens aside."""
-    num_tokens = tokens_to_plan_from(num_experts)
+def speed(num_experts: int, num_layers: int = 4, num_ranks: int = 32) -> str:
+    """How long the search takes for a layer of a large model, made-up tokens aside."""
+    num_tokens = round(Effort.of(SECONDS, num_experts).tokens / (1 - HELD_OUT))
     ids_LTK = torch.stack([made_up(num_tokens, num_experts, 8, i) for i in range(num_layers)])
     nothing_T = torch.zeros(num_tokens, dtype=torch.int64)
     names = tuple(f"layers.{i}.moe" for i in range(num_layers))
-    trace = RoutingTrace("made up", names, num_experts, 1, ids_LTK, *[nothing_T] * 3)
+    trace = RoutingTrace("made up", names, num_experts, 1, ids_LTK.byte(), *[nothing_T] * 3)
     start = time.perf_counter()
-    plan(trace, num_ranks, progress=True)
-    seconds = time.perf_counter() - start
+    effort = make_plan(trace, num_ranks, progress=True).effort
+    seconds = (time.perf_counter() - start) / num_layers
     return (
-        f"{num_layers} layers of {num_experts} experts, top-8, on {num_ranks} ranks, from "
-        f"{num_tokens} tokens, {torch.get_num_threads()} threads: {seconds:.1f} s"
+        f"{num_experts} experts, top-8, on {num_ranks} ranks, from {effort.tokens} tokens and "
+        f"{effort.restarts} restarts, {torch.get_num_threads()} threads: {seconds:.1f} s a layer"
     )
 
 
@@ -135,7 +140,8 @@ def main() -> int:
         else:
             print(aligned(quality(args.traces, args.ranks, partitioner=True), words=1))
     if args.speed:
-        print(speed())
+        for num_experts in (128, 256):
+            print(speed(num_experts))
     return 0
 
 

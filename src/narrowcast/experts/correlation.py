@@ -102,7 +102,9 @@ def second_order(
         ValueError: fewer than `MIN_TOKENS` tokens.
     """
     pair_TKK = before_TK.long()[:, :, None] * num_experts + previous_TK.long()[:, None, :]
-    pair_N, row_TKK = pair_TKK.unique(return_inverse=True)
+    seen = torch.zeros(num_experts**2, dtype=torch.bool)
+    seen[pair_TKK] = True
+    pair_N, row_TKK = seen.nonzero()[:, 0], (seen.cumsum(dim=0) - 1)[pair_TKK]
     keys_NQ = torch.stack([pair_N // num_experts, pair_N % num_experts], dim=1)
     return _table(keys_NQ, row_TKK.flatten(1), next_TK, num_experts)
 
@@ -163,6 +165,9 @@ def _table(keys_NQ: Tensor, row_TC: Tensor, next_TK: Tensor, num_experts: int) -
     counts = torch.zeros(rows * num_experts, dtype=torch.int64)
     for next_T in next_TK.long().unbind(dim=1):
         entry_TC = row_TC * num_experts + next_T[:, None]
-        counts += torch.bincount(entry_TC.flatten(), minlength=len(counts))
+        # In place: there may be many more entries than tokens.
+        counts.scatter_add_(
+            0, entry_TC.flatten(), torch.ones((), dtype=torch.int64).expand(entry_TC.numel())
+        )
     support_N = torch.bincount(row_TC.flatten(), minlength=rows)
     return CrossLayerTable(keys_NQ, counts.view(rows, num_experts), support_N)

@@ -11,18 +11,19 @@ it counts three pairs and not two rows spared. With k = 2 the two are the same.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import floor
+from functools import cache
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_POLISHED = 2  # starts of a search that are improved by rows
-_PATIENCE = 20  # swaps in a row that may find nothing better, at most
-_REST = 1 / 12  # how many swaps a swapped unit rests, as a share of all units
-_SMALLEST_GAIN = 1e-6  # beyond rounding: costs are whole numbers, times a weight
+from narrowcast.experts import enumeration
+from narrowcast.experts.balance import greedy, limit_of, packed
+from narrowcast.experts.swaps import SMALLEST_GAIN, Division, Levels, Problem, improve
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ class RoutedSets:
         ids_TK = ids_TK.long().sort(dim=1).values
         ids_SK, weight_S = torch.unique(ids_TK, dim=0, return_counts=True)
         return cls(ids_SK, weight_S, num_experts)
+
+    @property
+    def load_E(self) -> Tensor:
+        """(E,) float64: tokens that selected each expert."""
+        load_E = torch.zeros(self.num_experts, dtype=torch.float64)
+        weight_SK = self.weight_S.double()[:, None].expand(self.ids_SK.shape)
+        return load_E.index_add_(0, self.ids_SK.flatten(), weight_SK.flatten())
 
     @classmethod
     def from_coselection(cls, counts_EE: Tensor) -> RoutedSets:
@@ -118,7 +126,7 @@ def pairwise(weight_EE: Tensor, start_E: Tensor, num_parts: int) -> Tensor:
         move_EE = move_EE - move_EE.diagonal() - weight_EE
         gain_EE = (move_EE + move_EE.T).masked_fill_(part_E[:, None] == part_E, 0)
         a, b = divmod(int(gain_EE.argmax()), len(part_E))
-        if gain_EE[a, b] < _SMALLEST_GAIN:
+        if gain_EE[a, b] < SMALLEST_GAIN:
             return part_E
         moved_E = weight_EE[b] - weight_EE[a]
         weight_QE[part_E[a]] += moved_E
@@ -126,37 +134,59 @@ def pairwise(weight_EE: Tensor, start_E: Tensor, num_parts: int) -> Tensor:
         part_E[[a, b]] = part_E[[b, a]]
 
 
-def search(
+@dataclass(frozen=True)
+class Searched:
+    """What a search found: (E,) int64, the rank of each expert.
+
+    Attributes:
+        rank_E: within the bound on load, or as little beyond it as was found.
+        free_E: without a bound.
+    """
+
+    rank_E: Tensor
+    free_E: Tensor
+
+
+def search(sets: RoutedSets, num_ranks: int, **options: Any) -> Tensor:
+    """(E,) what `searched` finds within the bound on load, if one is given. Takes its arguments."""
+    return searched(sets, num_ranks, **options).rank_E
+
+
+def searched(
     sets: RoutedSets,
     num_ranks: int,
     *,
+    load_E: Tensor | None = None,
     num_nodes: int = 1,
     num_groups: int | None = None,
     cross_node_weight: float | None = None,
     max_load: float | None = None,
     restarts: int = 4,
     seed: int = 0,
-) -> Tensor:
+) -> Searched:
     """The rank of each expert, such that few rows are sent; ranks of a node are consecutive.
 
-    Pairwise searches, from contiguous, from Occult's and from random divisions, give the starts.
-    The best are improved by swaps that are judged by the rows themselves. With several nodes,
-    experts are divided over nodes, then over the ranks of each; last come swaps across all.
+    Few experts are divided in every way. Else pairwise searches, from contiguous, from Occult's and
+    from random divisions, give the starts, and the best are improved by swaps that are judged by
+    the rows themselves. With several nodes, experts are divided over nodes, then over the ranks of
+    each; last come swaps across all.
 
-    What is minimised is load beyond the bound, then the weighted sum of rows. By that measure the
-    result is never worse than contiguous on `sets`.
+    What is minimised is the largest load beyond the bound, then the weighted sum of rows. By that
+    measure the result is never worse than contiguous on `sets`, nor, by the first, than a greedy
+    packing by load (EPLB's).
 
     Args:
         sets: what tokens selected.
         num_ranks: R, a divisor of E.
+        load_E: (E,) assignments to each expert, of these tokens or of more; by default of `sets`.
         num_nodes: a divisor of R.
         num_groups: of a node-limited router: group g is the g-th run of E / num_groups experts.
             Where num_nodes divides it, groups stay whole on a node, and nodes come first whatever
             the weight. Elsewhere they are ignored.
         cross_node_weight: what a (token, node) costs, a (token, rank) costing 1. 0 ignores nodes.
             None: nodes first; ranks among divisions of equal cost there.
-        max_load: the busiest rank's share of the expert rows, as a multiple of the mean, to stay
-            below where swaps can reach that. It comes before rows.
+        max_load: the busiest rank's share of the load, as a multiple of the mean, to stay within
+            where that is found to be possible. It comes before rows.
         restarts: number of random divisions to start from.
         seed: of those. Equal arguments give equal results.
 
@@ -164,7 +194,7 @@ def search(
         ValueError: experts, ranks, nodes and groups do not divide evenly.
     """
     num_experts = sets.num_experts
-    contiguous_E = contiguous(num_experts, num_ranks)
+    contiguous(num_experts, num_ranks)  # raises
     if num_nodes < 1 or num_ranks % num_nodes:
         raise ValueError(
             f"{num_ranks} ranks do not divide evenly over {num_nodes} nodes: take a divisor"
@@ -173,228 +203,152 @@ def search(
         raise ValueError(
             f"{num_experts} experts do not divide evenly into {num_groups} groups: take a divisor"
         )
-    problem = _Problem.of(sets)
-    total = float(problem.load_U.sum())
-    rank_load = None if max_load is None else max_load * total / num_ranks
+    problem = Problem.of(sets.ids_SK, sets.weight_S, sets.load_E if load_E is None else load_E)
+    limit = limit_of(problem.load_U, num_ranks, max_load)
     if num_nodes == 1:
-        return _divide(problem, num_ranks, rank_load, restarts, seed)
-
-    per_node = num_ranks // num_nodes
-    node_load = None if rank_load is None else rank_load * per_node
+        return _divide(problem, num_ranks, limit, restarts=restarts, seed=seed)
     whole = num_groups is not None and num_groups % num_nodes == 0
-    unit_E = contiguous(num_experts, num_groups) if whole else torch.arange(num_experts)
-    node_U = _divide(problem.merged(unit_E), num_nodes, node_load, restarts, seed)
-    node_E = node_U[unit_E]
-    nested_E = torch.empty_like(node_E)
-    for node in range(num_nodes):
-        here_M = (node_E == node).nonzero()[:, 0]
-        rank_M = _divide(problem.among(here_M), per_node, rank_load, restarts, seed)
-        nested_E[here_M] = node * per_node + rank_M
-
-    starts = [nested_E]
+    group_E = contiguous(num_experts, num_groups) if whole else None
+    nodes_first = cross_node_weight is None
     if cross_node_weight is None:
-        cross_node_weight = total + 1.0
-    elif not whole:
-        flat_E = _divide(problem, num_ranks, rank_load, restarts, seed)
-        node_R = _divide(problem.merged(flat_E), num_nodes, None, restarts, seed)
-        starts.append(node_R.argsort(stable=True).argsort()[flat_E])
+        cross_node_weight = float(sets.weight_S.sum()) * sets.ids_SK.shape[1] + 1.0
     levels = ((num_ranks, 1.0), (num_nodes, cross_node_weight))
-    searches = [_Swaps(problem, start_E, levels, rank_load) for start_E in starts]
-    # Swaps between nodes would break up groups, and those within a node have been tried.
-    found = [swaps.found() if whole else swaps.improve() for swaps in searches]
-    found.append(_Swaps(problem, contiguous_E, levels, rank_load).found())
-    return min(found, key=itemgetter(0))[1]
-
-
-@dataclass(frozen=True)
-class _Problem:
-    """What is divided: U units (experts, groups of them, or all of a rank's) that sets hold."""
-
-    hold_SU: Tensor  # 1 where a set holds a unit, in a dtype that counts all tokens exactly
-    held_US: Tensor  # the same as bool
-    weight_S: Tensor  # tokens of each set, in the same dtype
-    load_U: Tensor  # assignments to each unit, float64
-
-    @classmethod
-    def of(cls, sets: RoutedSets) -> _Problem:
-        exact = torch.float32 if sets.weight_S.sum() < 2**24 else torch.float64
-        hold_SE = torch.zeros(len(sets.ids_SK), sets.num_experts, dtype=exact)
-        hold_SE.scatter_(1, sets.ids_SK, 1)
-        weight_S = sets.weight_S.to(exact)
-        return cls._that_matter(hold_SE, weight_S, (weight_S @ hold_SE).double())
-
-    def merged(self, unit_U: Tensor) -> _Problem:
-        """With the units of equal `unit_U` (from 0, without gaps) as one."""
-        onto_UV = (unit_U[:, None] == torch.arange(int(unit_U.max()) + 1)).to(self.hold_SU)
-        hold_SV = (self.hold_SU @ onto_UV).clamp_(max=1)
-        return self._that_matter(hold_SV, self.weight_S, self.load_U @ onto_UV.double())
-
-    def among(self, units_M: Tensor) -> _Problem:
-        """Of these units alone."""
-        return self._that_matter(self.hold_SU[:, units_M], self.weight_S, self.load_U[units_M])
-
-    @classmethod
-    def _that_matter(cls, hold_SU: Tensor, weight_S: Tensor, load_U: Tensor) -> _Problem:
-        """Without the sets of fewer than two units: they touch as many parts in any division."""
-        matters_S = hold_SU.sum(dim=1) > 1
-        hold_SU = hold_SU[matters_S]
-        return cls(hold_SU, hold_SU.T.bool().contiguous(), weight_S[matters_S], load_U)
+    if enumeration.can_be_tried(problem, levels):
+        return _all_tried(problem, levels, limit, group_E)
+    options = {"restarts": restarts, "seed": seed}
+    if group_E is not None:
+        return _groups_on_nodes(problem, levels, limit, group_E, **options)
+    return _over_nodes(problem, levels, limit, nodes_first=nodes_first, **options)
 
 
 def _divide(
-    problem: _Problem, num_parts: int, bound: float | None, restarts: int, seed: int
-) -> Tensor:
-    """(U,) the division that sends the fewest rows, no part's load beyond `bound` if possible."""
+    problem: Problem, num_parts: int, limit: float, *, restarts: int, seed: int
+) -> Searched:
+    """Units on equal parts of no order."""
     num_units = len(problem.load_U)
-    trivial_U = contiguous(num_units, num_parts)
+    trivial_U, levels = contiguous(num_units, num_parts), ((num_parts, 1.0),)
     if num_parts in (1, num_units):
-        return trivial_U
-    graph_UU = (problem.hold_SU * problem.weight_S[:, None]).T @ problem.hold_SU
+        return Searched(trivial_U, trivial_U)
+    if enumeration.can_be_tried(problem, levels):
+        return _all_tried(problem, levels, limit)
+    graph_UU = problem.graph_UU
     starts = [trivial_U, occult(graph_UU, num_parts)]
     starts += [random(num_units, num_parts, seed + i) for i in range(restarts)]
     starts = [trivial_U, *(pairwise(graph_UU, start_U, num_parts) for start_U in starts)]
-    searches = [_Swaps(problem, start_U, ((num_parts, 1.0),), bound) for start_U in starts]
+    divisions = [Division.of(problem, start_U, levels) for start_U in starts]
     # Many end in the same division, or in one that differs in the numbers of its parts.
-    distinct = {swaps.cost: swaps for swaps in reversed(searches)}
-    found = [distinct[cost].improve() for cost in sorted(distinct)[:_POLISHED]]
-    return min(found, key=itemgetter(0))[1]
+    distinct = {division.cost(torch.inf): division for division in reversed(divisions)}
+    best = [distinct[cost] for cost in sorted(distinct)][: max(2, restarts // 4 + 1)]
+    return _improved(problem, levels, limit, best)
 
 
-class _Swaps:
-    """A division that swaps of two units improve.
+def _over_nodes(
+    problem: Problem, levels: Levels, limit: float, *, nodes_first: bool, **options: int
+) -> Searched:
+    """Experts on ranks of nodes: from the nodes to their ranks, and from ranks to their nodes."""
+    (num_ranks, _), (num_nodes, _) = levels
+    per_node = num_ranks // num_nodes
 
-    `levels` are pairs: the number of parts, or a divisor of it (to which consecutive parts belong),
-    and what a row to each costs there. The number of parts is the first, and load counts on it.
-    """
+    @cache
+    def flat() -> Searched:
+        return _divide(problem, num_ranks, limit, **options)
 
-    def __init__(self, problem: _Problem, part_U: Tensor, levels: tuple, bound: float | None):
-        self.problem = problem
-        num_parts = levels[0][0]
-        self.levels = [(w, _Level(problem, part_U // (num_parts // q), q)) for q, w in levels]
-        # Whole, so that sums and differences of loads are exact.
-        self.bound = torch.inf if bound is None else floor(bound + 1e-6)
-        self.load_Q = torch.zeros(num_parts, dtype=torch.float64)
-        self.load_Q.index_add_(0, part_U, problem.load_U)
+    def dealt(rank_E: Tensor) -> Tensor:
+        """With ranks that are dealt to nodes."""
+        node_R = _divide(problem.merged(rank_E), num_nodes, torch.inf, **options).free_E
+        return node_R.argsort(stable=True).argsort()[rank_E]
 
-    @property
-    def part_U(self) -> Tensor:
-        return self.levels[0][1].part_U
+    def within() -> list[Tensor]:
+        return [_nested(problem, by_node.rank_E, levels, limit, **options), dealt(flat().rank_E)]
 
-    @property
-    def cost(self) -> tuple[float, float]:
-        """What is minimised: load beyond the bound, then the weighted sum of rows."""
-        excess = float((self.load_Q - self.bound).clamp(min=0).sum())
-        return excess, sum(weight * level.rows for weight, level in self.levels)
-
-    def found(self) -> tuple[tuple[float, float], Tensor]:
-        return self.cost, self.part_U.clone()
-
-    def improve(self) -> tuple[tuple[float, float], Tensor]:
-        """Take the best swap, time and again, and return the best that was seen.
-
-        A swap is taken even where it makes things worse, and units just swapped rest for a while,
-        so that the search climbs out of a local optimum (tabu search).
-        """
-        num_units = len(self.part_U)
-        rested_U = torch.zeros(num_units, dtype=torch.int64)
-        best, step, best_step = self.found(), 0, 0
-        while step - best_step <= min(_PATIENCE, num_units):
-            swap = self._best(rested_U <= step)
-            if swap is None:
-                break
-            self._swap(*swap)
-            step += 1
-            rested_U[list(swap)] = step + 1 + int(_REST * num_units)
-            excess, rows = self.cost
-            if (excess, rows + _SMALLEST_GAIN) < best[0]:
-                best, best_step = self.found(), step
-        return best
-
-    def _best(self, free_U: Tensor) -> tuple[int, int] | None:
-        """The best swap of two free units, or None if there is no swap.
-
-        While a part's load is beyond the bound: of the swaps that mend it, the one of the fewest
-        rows for what it mends. Else the one of the fewest rows that does not break it.
-        """
-        part_U, load_U = self.part_U, self.problem.load_U
-        cost_UU = sum(weight * level.swap_costs() for weight, level in self.levels)
-        barred_UU = (part_U[:, None] == part_U) | ~(free_U[:, None] & free_U)
-        if self.bound != torch.inf:
-            after_UU = self.load_Q[part_U][:, None] - load_U[:, None] + load_U
-            excess_UU = (after_UU - self.bound).clamp_(min=0)
-            excess_UU -= (self.load_Q - self.bound).clamp(min=0)[part_U][:, None]
-            excess_UU = (excess_UU + excess_UU.T).masked_fill_(barred_UU, torch.inf)
-            mends_UU = excess_UU < 0
-            if mends_UU.any():
-                cost_UU = cost_UU / -excess_UU
-                barred_UU = ~mends_UU
-            else:
-                barred_UU |= excess_UU > 0
-        cost_UU.masked_fill_(barred_UU, torch.inf)
-        a, b = divmod(int(cost_UU.argmin()), len(part_U))
-        return None if barred_UU[a, b] else (a, b)
-
-    def _swap(self, a: int, b: int) -> None:
-        moved = self.problem.load_U[b] - self.problem.load_U[a]
-        self.load_Q[self.part_U[a]] += moved
-        self.load_Q[self.part_U[b]] -= moved
-        sets = (self.problem.held_US[a] | self.problem.held_US[b]).nonzero()[:, 0]
-        hold_SU = self.problem.hold_SU.index_select(0, sets)
-        weight_S = self.problem.weight_S.index_select(0, sets)
-        for _, level in self.levels:
-            level.swap(a, b, hold_SU, weight_S)
+    by_node = _divide(problem, num_nodes, limit * per_node, **options)
+    starts = [_nested(problem, by_node.free_E, levels, torch.inf, **options)]
+    if not nodes_first:
+        starts.append(dealt(flat().free_E))
+    divisions = [Division.of(problem, start_E, levels) for start_E in starts]
+    return _improved(problem, levels, limit, divisions, within)
 
 
-class _Level:
-    """How many rows one way of dividing sends, and what each swap would change.
+def _groups_on_nodes(
+    problem: Problem, levels: Levels, limit: float, group_E: Tensor, **options: int
+) -> Searched:
+    """Experts on ranks of nodes, whole groups on each node. Swaps between nodes would break up
+    groups, and those within a node have been tried."""
+    (num_ranks, _), (num_nodes, _) = levels
+    trivial_E = contiguous(len(group_E), num_ranks)
+    by_group, node_limit = problem.merged(group_E), limit * (num_ranks // num_nodes)
+    by_node = _divide(by_group, num_nodes, node_limit, **options)
 
-    The costs follow from table_XU (U + Q, U), all of it sums over sets. Row a of the first U counts
-    the tokens that hold a and each unit and have a alone on its part, row U + q those that hold
-    each unit and touch part q.
-    """
+    def found(node_G: Tensor, limit: float) -> tuple[float, float, Tensor]:
+        rank_E = _nested(problem, node_G[group_E], levels, limit, **options)
+        return _judged(problem, levels, limit, rank_E)
 
-    def __init__(self, problem: _Problem, part_U: Tensor, num_parts: int):
-        self.problem, self.part_U, self.parts_Q = problem, part_U, torch.arange(num_parts)
-        on_UQ = (part_U[:, None] == self.parts_Q).to(problem.hold_SU)
-        touch_Q = problem.weight_S @ (problem.hold_SU @ on_UQ > 0).to(on_UQ)
-        self.rows = float(touch_Q.sum(dtype=torch.float64))
-
-    @cached_property
-    def table_XU(self) -> Tensor:
-        hold_SU, weight_S = self.problem.hold_SU, self.problem.weight_S
-        share_XS = _shares(hold_SU.T.contiguous(), weight_S, self.part_U, self.parts_Q)
-        return (share_XS @ hold_SU).double()
-
-    def swap_costs(self) -> Tensor:
-        """(U, U) the rows that each swap would add."""
-        num_units = len(self.part_U)
-        alone_UU, touch_QU = self.table_XU[:num_units], self.table_XU[num_units:]
-        # [b, a]: what moving a to the part of b adds. A row where its tokens go not yet, less one
-        # where only a was; tokens of both are an exception, as b leaves that part.
-        touch_UU = touch_QU.index_select(0, self.part_U)
-        add_UU = touch_UU.diagonal() - touch_UU - alone_UU.diagonal() + alone_UU.T
-        cost_UU = add_UU + add_UU.T
-        return cost_UU.masked_fill_(self.part_U[:, None] == self.part_U, 0)
-
-    def swap(self, a: int, b: int, hold_SU: Tensor, weight_S: Tensor) -> None:
-        """Swap, given the sets that hold a or b: no other's share of the sums changes."""
-        parts_N = self.part_U[[a, b]]
-        if parts_N[0] == parts_N[1]:
-            return
-        units_M = torch.isin(self.part_U, parts_N).nonzero()[:, 0]
-        hold_MS = hold_SU.index_select(1, units_M).T.contiguous()
-        before_XS = _shares(hold_MS, weight_S, self.part_U[units_M], parts_N)
-        self.part_U[[a, b]] = self.part_U[[b, a]]
-        change_XS = _shares(hold_MS, weight_S, self.part_U[units_M], parts_N) - before_XS
-        rows_X = torch.cat([units_M, len(self.part_U) + parts_N])
-        self.table_XU[rows_X] += change_XS @ hold_SU
-        self.rows += float(change_XS[len(units_M) :].sum(dtype=torch.float64))
+    free = [found(by_node.free_E, torch.inf), _judged(problem, levels, torch.inf, trivial_E)]
+    within = [found(by_node.rank_E, limit), _judged(problem, levels, limit, trivial_E)]
+    if min(within, key=_COST)[0] > 0:
+        packings = (
+            packed(by_group.load_U, num_nodes, node_limit),
+            greedy(by_group.load_U, num_nodes),
+        )
+        within += [found(node_G, limit) for node_G in packings]
+    return Searched(min(within, key=_COST)[2], min(free, key=_COST)[2])
 
 
-def _shares(hold_MS: Tensor, weight_S: Tensor, part_M: Tensor, parts_N: Tensor) -> Tensor:
-    """(M + N, S) the share of each set in the rows of the table of M units and of their N parts."""
-    on_NM = parts_N[:, None] == part_M
-    count_NS = on_NM.to(hold_MS) @ hold_MS
-    alone_NS = (count_NS == 1) * weight_S
-    alone_MS = hold_MS * alone_NS.index_select(0, on_NM.int().argmax(dim=0))
-    return torch.cat([alone_MS, (count_NS > 0) * weight_S])
+def _nested(
+    problem: Problem, node_E: Tensor, levels: Levels, limit: float, **options: int
+) -> Tensor:
+    """(E,) the rank of each expert, given its node."""
+    (num_ranks, _), (num_nodes, _) = levels
+    rank_E, per_node = torch.empty_like(node_E), num_ranks // num_nodes
+    for node in range(num_nodes):
+        here_M = (node_E == node).nonzero()[:, 0]
+        rank_M = _divide(problem.among(here_M), per_node, limit, **options).rank_E
+        rank_E[here_M] = node * per_node + rank_M
+    return rank_E
+
+
+def _improved(
+    problem: Problem,
+    levels: Levels,
+    limit: float,
+    starts: Sequence[Division],
+    within_starts: Callable[[], list[Tensor]] = list,
+) -> Searched:
+    """The best that swaps make of some divisions, first without a limit and then within it."""
+    num_parts = levels[0][0]
+    judge = functools.partial(_judged, problem, levels, limit)
+    trivial = judge(contiguous(len(problem.load_U), num_parts))
+    found = [judge(improve(start, torch.inf)[1]) for start in starts]
+    free = min([*found, trivial], key=itemgetter(1))
+    if free[0] == 0:
+        return Searched(free[2], free[2])
+    packed_U = packed(problem.load_U, num_parts, limit)
+    least = judge(packed_U)[0]
+    reachable = limit + least
+    within = [*found, trivial]
+    within += [judge(improve(start, reachable)[1]) for start in starts]  # from where they are
+    for start_U in within_starts():
+        within.append(judge(improve(Division.of(problem, start_U, levels), reachable)[1]))
+    if min(within, key=_COST)[0] > least:
+        within.append(judge(improve(Division.of(problem, packed_U, levels), reachable)[1]))
+    best = min(within, key=_COST)
+    return Searched(best[2], min(free, best, key=itemgetter(1))[2])
+
+
+def _all_tried(
+    problem: Problem, levels: Levels, limit: float, unit_U: Tensor | None = None
+) -> Searched:
+    rank_E, free_E = (
+        enumeration.best(problem, levels, bound, unit_U) for bound in (limit, torch.inf)
+    )
+    return Searched(rank_E, free_E)
+
+
+def _judged(
+    problem: Problem, levels: Levels, limit: float, part_U: Tensor
+) -> tuple[float, float, Tensor]:
+    """The largest load beyond the limit, the weighted rows, and the division that has them."""
+    return *Division.of(problem, part_U, levels).cost(limit), part_U
+
+
+_COST = itemgetter(0, 1)

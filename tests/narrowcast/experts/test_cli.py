@@ -7,15 +7,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from narrowcast import cli
 from narrowcast.cli import main
-from narrowcast.experts import routing
+from narrowcast.experts import routers, routing
 from narrowcast.experts.correlation import coselection
+from narrowcast.experts.effort import Effort
 from narrowcast.experts.placement import Placement, contiguous, load_placement
-from narrowcast.experts.planning import HELD_OUT
+from narrowcast.experts.planning import HELD_OUT, Plan
 from narrowcast.experts.routing import RoutingTrace
 
 LAYERS = ("layers.1.moe", "layers.2.moe")
@@ -35,6 +37,10 @@ def make_trace(num_tokens: int = 3072) -> RoutingTrace:
 
 def best() -> Placement:
     return Placement("qwen3 demo", LAYERS, 4, 1, "rows", BEST)
+
+
+def planned(placement: Placement) -> Plan:
+    return Plan(placement, placement, Effort(1024, 4))
 
 
 @pytest.fixture
@@ -104,7 +110,8 @@ def test_a_plan_is_written_and_judged(trace_file, tmp_path, capsys):
     arguments = ["placement", "plan", trace_file, "--ranks", "4", "--output", output]
     assert main([str(argument) for argument in arguments]) == 0
     shown = capsys.readouterr().out
-    assert "Fitted on 2458 tokens, judged on the later 614\n" in shown
+    assert "\nFitted on 2458 of the earlier 2458 tokens, 64 restarts a layer; " in shown
+    assert "judged on the later 614, load on all 3072\n" in shown
     assert "Before: contiguous; after: rows; on 4 ranks of 1 node\n" in shown
     c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
     assert c_t["layers.1.moe", "before"] == "2.00"
@@ -125,13 +132,13 @@ def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted
     given.ids_LTK[:, fitted.num_tokens :] = torch.arange(2)  # later ones: experts of one rank
     given.save(trace_file)
 
-    def plan(trace: RoutingTrace, num_ranks: int, **options: object) -> Placement:
+    def make_plan(trace: RoutingTrace, num_ranks: int, **options: object) -> Plan:
         calls.append((trace, num_ranks, options))
-        return replace(best(), num_nodes=2)
+        return planned(replace(best(), num_nodes=2))
 
-    monkeypatch.setattr(cli, "plan", plan)
+    monkeypatch.setattr(cli, "make_plan", make_plan)
     command = f"placement plan {trace_file} --ranks 4 --nodes 2 --method rows --max-load 1.5 "
-    command += "--cross-node-weight 3 --restarts 5 --seed 7"
+    command += "--cross-node-weight 3 --seconds 4 --restarts 5 --seed 7"
     assert main([*command.split(), "--output", str(tmp_path / "p.json")]) == 0
     ((trace, num_ranks, options),) = calls
     assert torch.equal(trace.ids_LTK, given.ids_LTK)
@@ -144,8 +151,10 @@ def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted
         "method": "rows",
         "max_load": 1.5,
         "cross_node_weight": 3.0,
+        "seconds": 4.0,
         "restarts": 5,
         "seed": 7,
+        "processes": None,
         "progress": True,
     }
 
@@ -156,7 +165,7 @@ def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys,
     ids_LTK = trace.ids_LTK.clone()
     ids_LTK[1] %= 4
     replace(trace, ids_LTK=ids_LTK).save(trace_file)
-    monkeypatch.setattr(cli, "plan", lambda *_, **__: best())
+    monkeypatch.setattr(cli, "make_plan", lambda *_, **__: planned(best()))
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'} --max-load"
     assert main([*command.split(), "1.5"]) == 0
     warning = capsys.readouterr().err
@@ -164,6 +173,79 @@ def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys,
     assert "--max-load is not reached" in warning
     assert main([*command.split(), "2.1"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_the_table_of_a_plan_has_the_load_of_all_tokens_and_what_no_bound_would_gain(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    trace = make_trace()
+    # Experts 4 to 7 of the second layer are selected by earlier tokens alone.
+    ids_LTK = trace.ids_LTK.clone()
+    ids_LTK[1, 2400:] %= 4
+    replace(trace, ids_LTK=ids_LTK).save(trace_file)
+    made = Plan(contiguous("qwen3 demo", LAYERS, 8, 4), best(), Effort(1024, 4))
+    monkeypatch.setattr(cli, "make_plan", lambda *_, **__: made)
+    command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'}"
+    assert main(command.split()) == 0
+    shown = capsys.readouterr().out
+    assert "Fitted on 1024 of the earlier 2458 tokens, 4 restarts a layer; judged on" in shown
+    load = {(row[0], *row[1:-9]): row[-2] for row in rows_of(shown) if len(row) > 10}
+    assert load["layers.2.moe", "after"] == "1.22"  # and 2.00 of the later tokens
+    c_t = {(row[0], *row[1:-9]): row[-9] for row in rows_of(shown) if len(row) > 10}
+    assert c_t["layers.1.moe", "after"] == "2.00"
+    assert c_t["layers.1.moe", "no", "bound"] == "1.00"
+
+
+def test_a_plan_is_made_of_coselection_counts(tmp_path, capsys):
+    counts, output = tmp_path / "counts.npz", tmp_path / "placement.json"
+    counts_LEE = torch.stack([coselection(ids_TK, 8) for ids_TK in make_trace().ids_LTK])
+    np.savez(counts, coselection=counts_LEE.numpy(), model="qwen3 demo", layers=LAYERS)
+    command = f"placement plan {counts} --ranks 4 --output {output}".split()
+    assert main([*command, "--top-k", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "qwen3 demo: co-selection counts of 2 MoE layers, top-2 of 8 experts\n" in shown
+    c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
+    assert c_t["layers.1.moe", "before"] == "2.00"
+    assert c_t["layers.1.moe", "after"] == "1.00"
+    placement = load_placement(output)
+    assert (placement.model, placement.layers, placement.method) == ("qwen3 demo", LAYERS, "rows")
+    # Unless it is known that a token is a pair, pairs are what is planned by.
+    assert main(command) == 0
+    assert "Before: contiguous; after: pairwise; on 4 ranks" in capsys.readouterr().out
+    assert load_placement(output).method == "pairwise"
+
+
+def test_what_counts_cannot_answer_is_told_in_one_line(trace_file, tmp_path, capsys):
+    counts = tmp_path / "counts.npz"
+    np.savez(counts, coselection=coselection(make_trace().ids_LTK[0], 8)[None].numpy())
+    plan = ("placement", "plan", "--ranks", "4", "--output", tmp_path / "placement.json")
+    error = error_of(capsys, *plan, counts, "--method", "rows", "--top-k", "3")
+    assert "of a top-2 router alone, and top_k is 3 here" in error
+    assert "record a trace" in error
+    assert 'works with method "rows"' in error_of(capsys, *plan, counts, "--max-load", "1.1")
+    error = error_of(capsys, *plan, trace_file, "--top-k", "2")
+    assert "--top-k 2 is of co-selection counts" in error
+
+
+def test_of_a_trace_only_the_layers_that_are_asked_for_are_measured(
+    trace_file, capsys, monkeypatch
+):
+    measured, measure = [], routers._measure_router_layer
+
+    def counted(router):
+        measured.append(router.layer)
+        return measure(router)
+
+    monkeypatch.setattr(routers, "_measure_router_layer", counted)
+    assert main(["trace", "show", str(trace_file), "--layers", LAYERS[1]]) == 0
+    assert measured == [LAYERS[1]]
+    shown = capsys.readouterr()
+    assert "1/1" in shown.err  # the bar
+    alone = [row for row in rows_of(shown.out) if row[:1] == [LAYERS[1]]]
+    assert main(["trace", "show", str(trace_file)]) == 0
+    all_rows = rows_of(capsys.readouterr().out)
+    assert len(alone) == 2  # of its traffic and of its ranks
+    assert all(row in all_rows for row in alone)
 
 
 def test_a_placement_is_shown_and_drawn(trace_file, tmp_path, capsys, monkeypatch):

@@ -10,12 +10,12 @@ from torch import Tensor
 from narrowcast.experts.metrics import (
     measure,
     measure_layer,
-    measure_router,
     placement_table,
     rows_bounds,
     rows_per_token,
 )
 from narrowcast.experts.placement import Placement, contiguous
+from narrowcast.experts.routers import measure_router
 from narrowcast.experts.routing import RoutingTrace
 from narrowcast.tables import aligned
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from narrowcast.experts import enumeration
+from narrowcast.experts.balance import greedy, packed, part_loads
+from narrowcast.experts.enumeration import all_divisions
 from narrowcast.experts.partition import (
     RoutedSets,
-    _Problem,
-    _Swaps,
     contiguous,
     occult,
     pairwise,
@@ -21,6 +22,7 @@ from narrowcast.experts.partition import (
     rows_sent,
     search,
 )
+from narrowcast.experts.swaps import Division, Problem
 
 LLAMA_MOE = Path(__file__).parents[2] / "data" / "llama_moe_8e_top2_layers0-15.npz"
 
@@ -127,17 +129,18 @@ def test_the_cost_of_every_swap_is_exact_on_both_levels(
         return rows_sent(sets, part_E) + 2.5 * rows_sent(sets, part_E // per_node)
 
     levels = ((num_ranks, 1.0), (num_nodes, 2.5))
-    swaps = _Swaps(_Problem.of(sets), random(num_experts, num_ranks, 0), levels, None)
-    constant = rows(swaps.part_U) - swaps.cost[1]
+    problem = Problem.of(sets.ids_SK, sets.weight_S, sets.load_E)
+    division = Division.of(problem, random(num_experts, num_ranks, 0), levels)
+    constant = rows(division.part_U) - division.cost(torch.inf)[1]
     for a, b in torch.randint(num_experts, (3, 2), generator=generator).tolist():
-        before_E = swaps.part_U.clone()
-        cost_EE = sum(weight * level.swap_costs() for weight, level in swaps.levels)
+        before_E = division.part_U.clone()
+        cost_EE = sum(weight * sent.swap_costs() for weight, sent in division.levels)
         assert torch.equal(cost_EE, cost_EE.T)
         for i, j in combinations(range(num_experts), 2):
             assert cost_EE[i, j] == rows(swapped(before_E, i, j)) - rows(before_E)
-        swaps._swap(a, b)
-        assert torch.equal(swaps.part_U, swapped(before_E, a, b))
-        assert swaps.cost[1] == rows(swaps.part_U) - constant
+        division.swap(a, b)
+        assert torch.equal(division.part_U, swapped(before_E, a, b))
+        assert division.cost(torch.inf)[1] == rows(division.part_U) - constant
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])
@@ -261,13 +264,98 @@ def test_a_bound_on_the_load_comes_before_rows():
 
 
 def test_the_search_finds_the_optimum_within_a_bound():
-    for seed in (2, 3, 5):
+    for seed in (2, 3, 5, 16, 33, 53):  # of the last three, swaps find none
         sets = RoutedSets.of(clustered(400, 8, 3, seed), 8)
         best = optimum(sets, 4, max_load=1.15)
         assert optimum(sets, 4) < best < torch.inf
         part_E = search(sets, 4, max_load=1.15)
         assert busiest(sets, part_E, 4) <= 1.15
         assert rows_sent(sets, part_E) == best
+
+
+def weighed_rows(sets: RoutedSets, part_E: Tensor, weight: float | None) -> tuple[float, ...]:
+    """What a search over four ranks on two nodes minimises within a bound."""
+    ranks, nodes = rows_sent(sets, part_E), rows_sent(sets, part_E // 2)
+    return (nodes, ranks) if weight is None else (ranks + weight * nodes,)
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, 2.5])
+def test_the_search_finds_the_optimum_of_nodes_and_a_bound_together(weight: float | None):
+    numbers = [
+        torch.tensor([parts.index(part) for e in range(8) for part in parts if e in part])
+        for ordered in divisions(list(range(8)), 2)
+        for parts in permutations(ordered)
+        if parts[0] < parts[1] and parts[2] < parts[3] and parts[0] < parts[2]
+    ]
+    for seed in range(3):
+        sets = RoutedSets.of(clustered(400, 8, 3, seed), 8)
+        costs = [(busiest(sets, e, 4), *weighed_rows(sets, e, weight)) for e in numbers]
+        for max_load in (1.0, 1.02, 1.1, 1.3):
+            best = min((max(max_load, load), *rows) for load, *rows in costs)
+            part_E = search(sets, 4, num_nodes=2, cross_node_weight=weight, max_load=max_load)
+            load = max(max_load, busiest(sets, part_E, 4))
+            assert (load, *weighed_rows(sets, part_E, weight)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("max_load", [1.0, 1.05, 1.3])
+@pytest.mark.parametrize(
+    ("num_nodes", "num_groups"), [(1, None), (2, None), (4, 8)], ids=["flat", "nodes", "groups"]
+)
+def test_no_bound_however_tight_is_missed_by_more_than_a_greedy_packing_misses_it(
+    max_load: float, num_nodes: int, num_groups: int | None
+):
+    """Whole groups on each node leave the greedy packing less to choose from, too."""
+    generator = torch.Generator().manual_seed(1)
+    popularity = torch.exp(torch.randn(64, generator=generator) * 0.6)
+    sets = RoutedSets.of(torch.multinomial(popularity.expand(300, 64), 4, generator=generator), 64)
+    if num_groups is None:
+        greedy_E = greedy(sets.load_E, 16)
+    else:
+        node_G = greedy(sets.load_E.view(8, 8).sum(dim=1), num_nodes)
+        node_E, greedy_E = node_G.repeat_interleave(8), torch.empty(64, dtype=torch.int64)
+        for node in range(num_nodes):
+            here_M = node_E == node
+            greedy_E[here_M] = 4 * node + greedy(sets.load_E[here_M], 4)
+    options = {"num_nodes": num_nodes, "num_groups": num_groups, "restarts": 1}
+    part_E = search(sets, 16, max_load=max_load, **options)
+    assert sizes(part_E, 16) == [4] * 16
+    assert busiest(sets, part_E, 16) <= max(max_load, busiest(sets, greedy_E, 16))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_swaps_reach_the_tightest_bound_too_where_there_are_too_many_divisions_to_try(
+    num_nodes, monkeypatch
+):
+    for seed in range(2):
+        sets = RoutedSets.of(clustered(300, 12, 3, seed), 12)
+        part_NE = all_divisions(12, 4)
+        least = min(float(part_loads(sets.load_E, part_E, 4).max()) for part_E in part_NE.unbind())
+        monkeypatch.setattr(enumeration, "_MOST", 0)
+        part_E = search(sets, 4, num_nodes=num_nodes, max_load=1.0)
+        assert float(part_loads(sets.load_E, part_E, 4).max()) == least
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_search_of_sixteen_experts_is_as_even_as_any_division_where_that_is_asked(num_nodes):
+    """The packing is: see test_balance."""
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        popularity = torch.exp(torch.randn(16, generator=generator) * 0.6)
+        ids_TK = torch.multinomial(popularity.expand(1000, 16), 4, generator=generator)
+        sets = RoutedSets.of(ids_TK, 16)
+        least = float(part_loads(sets.load_E, packed(sets.load_E, 4, 0), 4).max())
+        part_E = search(sets, 4, num_nodes=num_nodes, max_load=1.0, restarts=1)
+        assert float(part_loads(sets.load_E, part_E, 4).max()) == least
+
+
+def test_loads_are_of_the_tokens_that_are_given_and_not_of_those_that_are_fitted_on():
+    sets = RoutedSets.of(clustered(500, 16, 4), 16)
+    load_E = torch.tensor([900, 800, 700, 600, *[100] * 12])
+    part_E = search(sets, 4, load_E=load_E, max_load=1.35)
+    assert float(part_loads(load_E, part_E, 4).max()) <= 1.35 * 4200 / 4
+    by_sets_E = search(sets, 4, max_load=1.35)
+    assert float(part_loads(load_E, by_sets_E, 4).max()) > 1.35 * 4200 / 4
 
 
 def test_a_bound_that_is_kept_anyway_changes_nothing():
