@@ -51,7 +51,7 @@ class Clock:
 class Group:
     """As far as a watch looks at a parameter group."""
 
-    params: tuple[str, ...]
+    names: tuple[str, ...]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -126,7 +126,7 @@ def said(folder: Path, monkeypatch, capsys) -> Any:
         ((*FILE, "more_layers.json"), "3 there, 2 here"),
         ((*FILE, "more_experts.json"), "16 there, 8 here"),
         ((*FILE, "other_degree.json"), "degree 4, and here it is 2"),
-        ((*FILE, "damaged.json"), "does not hold every expert once"),
+        ((*FILE, "damaged.json"), "has expert 7 twice"),
         ((*PLAN_FROM, "nowhere.safetensors"), "there is no such routing trace"),
         ((*PLAN_FROM, "short.safetensors"), "the trace holds 8 tokens"),
         ((*PLAN_FROM, "tensors.safetensors"), "is no routing trace"),

@@ -341,8 +341,10 @@ def test_a_job_that_shards_nothing_is_told_so_and_by_which_key(
     switch = f"--narrowcast.{section}.enable"
     for outcome in ranks(2).outcomes(train, str(toml), *degrees, switch):
         assert isinstance(outcome, Raised)
-        assert outcome.message.startswith(f"narrowcast.{section}.enable = true cannot work here: ")
-        assert "parallelism.data_parallel_shard_degree is 1 here" in outcome.message
+        assert outcome.message.startswith(
+            f"narrowcast.{section}.enable = true cannot work with "
+            "parallelism.data_parallel_shard_degree = 1 on 2 ranks"
+        )
 
 
 def test_what_plain_torch_would_send_is_said_to_be_the_least() -> None:
