@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 import narrowcast
 from narrowcast import NarrowcastError, failure, narrow_all_gather
 from narrowcast.allgather import api, comm, controller, observation
-from narrowcast.torch_internals import close_connections
 from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
 
@@ -237,25 +236,18 @@ def _train_stages(passes_on: bool) -> None:
         time.sleep(0.01)
 
 
-def _train_stages_and_end() -> None:
-    try:
+def _train_stages_informed() -> None:
+    """As torchtitan's trainer does with the plugin."""
+    with failure.job_of(None).informed():
         _train_stages(passes_on=True)
-    except RuntimeError:
-        close_connections()  # as when the process ends
-        raise
 
 
 def test_a_stage_that_waits_for_no_other_raises_it_too(ranks) -> None:
     _assert_same_error(ranks(4).outcomes(_train_stages, False, timeout_s=6 * SOON_S))
 
 
-def test_a_stage_that_waits_for_another_is_released(ranks) -> None:
-    """Its receive is not narrowcast's, and may end in an error of the backend's."""
-    outcomes = ranks(4).outcomes(_train_stages_and_end, timeout_s=6 * SOON_S)
-    assert all(isinstance(outcome, Raised) for outcome in outcomes)
-    assert {outcome.type for outcome in outcomes} <= {"NarrowcastError", "RuntimeError"}
-    _assert_same_error([one for one in outcomes if one.type == "NarrowcastError"])
-    assert outcomes[1].type == "NarrowcastError"
+def test_a_stage_that_waits_in_a_receive_of_its_own_raises_it_too(ranks) -> None:
+    _assert_same_error(ranks(4).outcomes(_train_stages_informed, timeout_s=6 * SOON_S))
 
 
 def _narrow_stages(wrong: str) -> None:

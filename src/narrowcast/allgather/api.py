@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from narrowcast import floats
 from narrowcast.agreement import check_settings, sharded_groups
+from narrowcast.allgather.announcer import Announcer
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
-from narrowcast.allgather.comm import Announcer, NarrowAllGather
+from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.controller import Controller, Rules, Strategy
 from narrowcast.allgather.observation import Observer
 from narrowcast.allgather.offload import Foresight, host_copies
