@@ -52,6 +52,7 @@ class Job:
         self.group = group if group is not None else dist.group.WORLD
         self.error: NarrowcastError | None = None
         self._round = 0  # of failures that all ranks met alike, and survived
+        self._watches = 0
         self._store = default_store()
 
     def size(self) -> int:
@@ -100,7 +101,14 @@ class Job:
         if self._posted("error"):
             raise self._agree(NarrowcastError("another rank failed"))
 
-    def wait(self, work: dist.Work, step: int, *, steps_end: bool, groups: list[str]) -> None:
+    def new_watch(self) -> int:
+        """A number for whoever counts steps, the same on every rank."""
+        self._watches += 1
+        return self._watches
+
+    def wait(
+        self, work: dist.Work, watch: int, step: int, *, steps_end: bool, groups: list[str]
+    ) -> None:
         """Waits for a collective that ranks which count other steps would never come to.
 
         A rank that skips a step of the optimizer goes on to gather parameters, while the others
@@ -108,6 +116,7 @@ class Job:
 
         Args:
             work: of a gloo collective.
+            watch: from ``new_watch``.
             step: how many steps of the optimizer this rank has finished.
             steps_end: whether this is where a step ends, or else a gather of the next forward.
             groups: names of the process groups whose parameters this rank gathers.
@@ -118,8 +127,8 @@ class Job:
         while not _done(work):
             for group in groups:
                 if steps_end:
-                    self._store.set(self._key(f"ended/{group}/{step}"), "")
-                elif self._posted(f"ended/{group}/{step + 1}"):
+                    self._store.set(self._key(f"ended/{watch}/{group}/{step}"), "")
+                elif self._posted(f"ended/{watch}/{group}/{step + 1}"):
                     raise OutOfStepError(
                         f"rank {dist.get_rank()} gathers parameters after step {step} of the "
                         f"optimizer, while others have finished step {step + 1} and wait for it: "
@@ -133,7 +142,7 @@ class Job:
         content = json.dumps([type(error).__name__, str(error)])
         try:
             kind, text = json.loads(self._store.compare_set(self._key("error"), "", content))
-            error = getattr(wire, kind)(text)
+            error = getattr(wire, kind, NarrowcastError)(text)
             alike = self._all_raise()
         except RuntimeError:  # the store has gone, with the process that held it
             alike = False

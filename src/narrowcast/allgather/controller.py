@@ -107,6 +107,7 @@ class Controller:
         )
         if ledger is not None:
             ledger.on_gradients = self._gradients
+        self._watch = job.new_watch()
         self._meet()
         self.step = 0
         self._steps = 0
@@ -151,14 +152,15 @@ class Controller:
     def wait_for_gather(self, group: ParamGroup, work: dist.Work) -> None:
         """Waits for a gather, or raises if a rank waits for this one to end a step instead."""
         next_forward = [] if group.in_backward else [group.process_group.group_name]
-        self._job.wait(work, self._steps, steps_end=False, groups=next_forward)
+        self._job.wait(work, self._watch, self._steps, steps_end=False, groups=next_forward)
 
     def _come_together(self) -> None:
         """Waits for all ranks at the end of a step; one that skipped it finds that out."""
         if self._device.type == "cpu":
             barrier = dist.barrier(self._job.group, async_op=True)
             names = [comm.group.process_group.group_name for comm in self._comms]
-            self._job.wait(barrier, self._steps, steps_end=True, groups=list(set(names)))
+            groups = list(set(names))
+            self._job.wait(barrier, self._watch, self._steps, steps_end=True, groups=groups)
 
     def scalars(self) -> dict[str, float]:
         """For a dashboard; the same on all ranks that hold the same parameters."""
