@@ -11,6 +11,7 @@ from narrowcast.allgather import runs
 from narrowcast.allgather.codec import Scheme
 from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
 from tests.ranks import Ranks
+from tests.wide import wide_but
 
 VALUE = {"treatment": "value"}
 BLOCKS = {"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64}
@@ -50,6 +51,11 @@ MODES = {
 }
 
 
+# Each with what the others have not.
+ALWAYS = ("mixed fp32", "resharded to pairs", "accumulated", "async", "recomputed", "hsdp")
+ALWAYS += ("shard dim 1", "mixed dtypes", "kept after forward", "offloaded")
+
+
 def _differing(setup: Setup, treatments: dict[str, dict]) -> list[str]:
     """Trains once plain, then once with each treatment: those that ended otherwise, and how."""
     model, optimizer = build(setup)
@@ -74,12 +80,14 @@ def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *treatments: str) -> Non
     assert differing == [[]] * len(differing)
 
 
-@pytest.mark.parametrize("gathered", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "gathered", wide_but([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16)
+)
 def test_every_treatment_trains_as_plain(ranks, gathered: torch.dtype) -> None:
     _assert_trains_as_plain(ranks(4), Setup(gathered=gathered), *TREATMENTS)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", wide_but(MODES, *ALWAYS))
 def test_every_mode_of_fsdp_trains_as_plain(ranks, mode: str) -> None:
     setup = replace(Setup(), **MODES[mode])
     world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2

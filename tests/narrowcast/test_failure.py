@@ -108,7 +108,7 @@ def _fail_everywhere(
     setup: Setup, known: Setup | None, every_line: bool, folder: str
 ) -> list[tuple[Place, tuple[str, str, float]]]:
     """A fresh model and fresh process groups for each place that ``known`` does not pass."""
-    failure._GRACE_S = 0.2
+    failure._GRACE_S = 0.05
     rank, world_size = dist.get_rank(), dist.get_world_size()
     patched = pytest.MonkeyPatch()
     patched.setattr(api, "Observer", partial(observation.Observer, share=1e9))

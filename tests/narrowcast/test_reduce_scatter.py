@@ -34,6 +34,7 @@ from tests.narrowcast.training import (
     state_of,
     train,
 )
+from tests.wide import wide_but
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPS = {
@@ -54,6 +55,7 @@ GRADIENT_MODES = {
 # Those of the two-rank test suffice where a mode concerns gathers or the optimizer.
 OF_GATHERS = ("kept after forward", "resharded to pairs", "prefetched", "async", "recomputed")
 OF_GATHERS += ("compiled", "adam", "adafactor", "forced sum")
+ALWAYS = ("mixed bf16", "mixed fp32", "accumulated unsynced", "reduced in bf16", "divide factor")
 
 
 def reduce_scatter(
@@ -317,13 +319,15 @@ def _differing(setup: Setup, *others: dict[str, Any]) -> list[str]:
     return differing
 
 
-@pytest.mark.parametrize("mode", [mode for mode in GRADIENT_MODES if mode not in OF_GATHERS])
+@pytest.mark.parametrize(
+    "mode", wide_but([m for m in GRADIENT_MODES if m not in OF_GATHERS], "hsdp", *ALWAYS)
+)
 def test_coded_gradients_train_as_raw_ones_in_every_mode_of_fsdp(ranks, mode: str) -> None:
     setup = replace(Setup(gradients=RAW, steps=2), **GRADIENT_MODES[mode])
     assert ranks(4).run(_differing, setup, {"gradients": CODED}) == [[]] * 4
 
 
-@pytest.mark.parametrize("mode", [mode for mode in GRADIENT_MODES if mode != "hsdp"])
+@pytest.mark.parametrize("mode", wide_but([m for m in GRADIENT_MODES if m != "hsdp"], *ALWAYS))
 def test_at_two_ranks_every_mode_trains_as_plain_fsdp(ranks, mode: str) -> None:
     """With narrow gathers beside them, and the sum is plain's though its order is ours."""
     setup = replace(Setup(steps=2), **GRADIENT_MODES[mode])

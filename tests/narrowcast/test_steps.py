@@ -90,7 +90,10 @@ def _skips_where_all_look(skipped: int, seconds_per_byte: float) -> None:
 
 
 # Within the warm-up, and between two looks; where all shards are narrowed, and where none is.
-@pytest.mark.parametrize(("skipped", "link"), [(1, SLOW), (4, SLOW), (4, FAST)])
+@pytest.mark.parametrize(
+    ("skipped", "link"),
+    [(1, SLOW), (4, SLOW), pytest.param(4, FAST, marks=pytest.mark.wide)],
+)
 def test_where_all_ranks_look_at_shards_a_skipped_step_is_an_error_on_all(
     ranks, skipped: int, link: float
 ) -> None:

@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -263,7 +264,7 @@ def _plan_where_one_fails(toml: str, *flags: str) -> None:
     def plan_layer(*_: Any, **__: Any) -> Any:
         if dist.get_rank() == 1:
             raise MemoryError("too much")
-        return torch.arange(8)
+        return SimpleNamespace(experts_E=torch.arange(8))
 
     with patch.object(placing, "plan_layer", plan_layer):
         build(toml, *flags)

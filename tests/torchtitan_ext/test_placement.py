@@ -74,7 +74,13 @@ def _assert_equal(one: list[Trained], other: list[Trained]) -> None:
     ("config", "world_size", "flags", "ours"),
     [
         ("top4", 4, EP2, NARROWED),  # experts sharded by FSDP too, and everything else narrowed
-        ("top4", 2, (*EP2, "--training.mixed_precision_param", "float32"), ()),
+        pytest.param(
+            "top4",
+            2,
+            (*EP2, "--training.mixed_precision_param", "float32"),
+            (),
+            marks=pytest.mark.wide,
+        ),
         ("deepseek", 4, (*EP4, *ACCUMULATED, "--parallelism.tensor_parallel_degree", "2"), ()),
     ],
 )

@@ -18,6 +18,7 @@ from tests.narrowcast.test_controller import SLOW, ever_other_choices, on_a_link
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
+from tests.wide import wide_but
 from torchtitan_ext.metrics import console_line, layout
 
 ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value")
@@ -68,7 +69,7 @@ def _assert_equal(one: list[Trained], other: list[Trained]) -> None:
         assert same_bits(list(ours.state.values()), list(theirs.state.values()))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", wide_but(LAYOUTS, "ep 2", "tp 2, ep 2", "hsdp, ep 2"))
 def test_every_layout_trains_as_plain_torchtitan(ranks, folder: Path, name: str) -> None:
     flags = LAYOUTS[name]
     plain = _once(ranks(4), folder, *flags)
@@ -100,7 +101,7 @@ def _assert_coded(trained: list[Trained], than: list[Trained]) -> None:
     assert _gradient_bits(trained) < 0.9 * _gradient_bits(than)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ep 2", "fp32 gathers"])
+@pytest.mark.parametrize("name", wide_but(["fsdp", "ep 2", "fp32 gathers"], "ep 2"))
 def test_coded_gradients_train_as_the_raw_ones(ranks, folder: Path, name: str) -> None:
     """Sums of four, which need not be the backend's."""
     flags = LAYOUTS[name]
@@ -115,7 +116,9 @@ def test_coded_gradients_train_as_the_raw_ones(ranks, folder: Path, name: str) -
     assert (bits_of_others < 16) == (name != "fp32 gathers")
 
 
-@pytest.mark.parametrize("name", ["fsdp", "ep 2", "accumulated", "fp32 gathers"])
+@pytest.mark.parametrize(
+    "name", wide_but(["fsdp", "ep 2", "accumulated", "fp32 gathers"], "accumulated")
+)
 def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
     ranks, folder: Path, name: str
 ) -> None:
@@ -139,7 +142,7 @@ SAVE = ("--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no-la
 FIRST_HALF = ("--training.steps", "2")
 
 
-@pytest.mark.parametrize("world_size", [4, 2])
+@pytest.mark.parametrize("world_size", wide_but([4, 2], 2))
 def test_a_run_resumes_with_and_without_narrowcast(ranks, folder: Path, world_size: int) -> None:
     """Saved by either and resumed by either, on as many ranks or on fewer: always the same."""
     resumed = {}

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from narrowcast.experts import parallel
+from tests.wide import wide_but
 
 
 @pytest.mark.parametrize("processes", [1, 2, 9])
@@ -52,7 +53,7 @@ def test_a_process_that_is_killed_is_named_and_not_waited_for() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", wide_but([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
 def test_no_process_outlives_the_command(how: signal.Signals) -> None:
     script = (
         "import time; from narrowcast.experts import parallel\n"
