@@ -159,7 +159,7 @@ def _assert_all_alike(setup: Setup, known: Setup | None = None, every_line: bool
 
 
 def _scenario(name: str) -> Setup:
-    steps = 5 if name in ("auto", "observe") else 2
+    steps = 4 if name in ("auto", "observe") else 2
     return Setup(narrow=SCENARIOS[name], gradients=GRADIENTS, steps=steps)
 
 
