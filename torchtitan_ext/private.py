@@ -58,7 +58,9 @@ def load_base_config(module: str, function: str) -> Any:
             raise BaseError(error, frames[ours + 1].name == "import_module") from error
         if isinstance(error, ImportError):
             _import(module)  # torchtitan says only that it could not
-        raise
+        if isinstance(error, ImportError | ValueError):
+            raise
+        raise BaseError(error, of_module=False) from error  # it cannot even be called
 
 
 def _import(module: str) -> None:

@@ -20,14 +20,38 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
     Raises:
         ValueError: there are none. It is raised on this rank alone: give it to ``check_settings``.
     """
-    models = [model] if isinstance(model, nn.Module) else model
-    models = list(models) if isinstance(models, Iterable) else [models]
+    models = modules_of(model)
     if not all(isinstance(one, nn.Module) for one in models):
         raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:
         raise ValueError(why_no_groups(*models))
     return groups
+
+
+def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """A model, or several, as a list."""
+    if isinstance(model, nn.Module) or not isinstance(model, Iterable):
+        return [model]
+    return list(model)
+
+
+def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], narrowed: str) -> None:
+    """Whether the parameter groups of the models are still these.
+
+    Raises:
+        SettingsError: there are more than when ``narrowed`` was called.
+    """
+    later = [
+        group.name
+        for group in param_groups(*models)
+        if not any(group.is_same_as(known) for known in groups)
+    ]
+    if later:
+        raise SettingsError(
+            f"fully_shard was applied to {', '.join(later)} after {narrowed}, which does not know "
+            "these parameters: narrow the model after the last fully_shard"
+        )
 
 
 @named()

@@ -194,6 +194,8 @@ def _show_trace(arguments: argparse.Namespace) -> None:
 
 def _plan(arguments: argparse.Namespace) -> None:
     trace, method = _source_of(arguments)
+    if arguments.output == "":
+        raise ValueError("--output is empty: give a file, - for standard output, or leave it out")
     to_stdout = arguments.output == "-"
     if arguments.output and not to_stdout:
         check_writable(Path(arguments.output))
@@ -313,19 +315,21 @@ def _warn_of_load(
 ) -> None:
     """Of a bound that was not reached; of a rank that a method without one makes much busier."""
     if method != "rows":
-        bound = UNEVEN * max(layer.busiest_load for layer in measured["before"])
-        cause = "--method rows would bound this"
+        bounds = [UNEVEN * layer.busiest_load for layer in measured["before"]]
+        cause = "more than a quarter busier than it was: --method rows would bound this"
     elif max_load is not None:
-        bound, cause = max_load + 1e-6, "--max-load is not reached"
+        bounds = [max_load + 1e-6] * len(measured["after"])
+        cause = "--max-load is not reached"
     else:
         return  # is never above that of contiguous, or the default bound
-    over = [layer for layer in measured["after"] if layer.busiest_load > bound]
+    pairs = zip(measured["after"], bounds, strict=True)
+    over = [layer for layer, bound in pairs if layer.busiest_load > bound]
     if over:
         worst = max(over, key=lambda layer: layer.busiest_load)
         print(
-            f"narrowcast: warning: the busiest rank's load over the mean is above {bound:.2f} in "
-            f"{len(over)} of {len(measured['after'])} layers, {worst.layer} the most with "
-            f"{worst.busiest_load:.2f}: {cause}",
+            f"narrowcast: warning: the busiest rank gets too much in {len(over)} of "
+            f"{len(measured['after'])} layers, the most in {worst.layer} with "
+            f"{worst.busiest_load:.2f} of the mean: {cause}",
             file=sys.stderr,
         )
 

@@ -37,6 +37,7 @@ from narrowcast.torch_internals import close_connections, default_store
 
 _GRACE_S = 2.0  # for ranks that fail alike, one later than the other
 _POLL_S = 0.02
+_CLOSED = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
 _PATIENCE = timedelta(seconds=1)  # in which a rank that is merely slow has come
 
 
@@ -75,7 +76,7 @@ class Job:
         except Exception as error:
             if getattr(error, "agreed", False):
                 raise
-            raise self._agree(_named(error, subject)) from error
+            raise self._agree(_named(error, subject)) from wire.cause(error)
 
     @contextmanager
     def informed(self) -> Iterator[None]:
@@ -163,7 +164,7 @@ class Job:
                 return False
             time.sleep(_POLL_S)
             raised = self._store.add(self._key("raised"), 0)
-        return True
+        return not self._posted("alone")  # one of them had given up waiting
 
     def _posted(self, name: str) -> bool:
         return self._store.check([self._key(name)])
@@ -173,11 +174,17 @@ class Job:
 
 
 def _named(error: Exception, subject: str) -> NarrowcastError:
+    """The error with the rank that met it, unless all could tell it from what they received."""
+    rank = dist.get_rank()
     if isinstance(error, NarrowcastError):
-        return error
-    return NarrowcastError(
-        f"{subject} failed on rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    )
+        known = error.__cause__ is None or isinstance(error.__cause__, NarrowcastError)
+        return error if known else type(error)(f"{error} (on rank {rank})")
+    if any(text in str(error) for text in _CLOSED):
+        return NarrowcastError(
+            f"{subject}: rank {rank} lost its connection to another rank, which has ended or "
+            f"cannot be reached: {error}"
+        )
+    return NarrowcastError(f"{subject} failed on rank {rank}: {type(error).__name__}: {error}")
 
 
 def _done(work: dist.Work) -> bool:

@@ -108,6 +108,7 @@ class ParamGroup:
         """Whether parameters are gathered for a backward."""
         return self._group._training_state == TrainingState.PRE_BACKWARD
 
+    @property
     def root(self) -> object:
         """The same for all parameter groups of a model, from its first forward on."""
         return self._group.comm_ctx

@@ -193,7 +193,7 @@ def _fail_to_decode() -> None:
 def _assert_same_error(outcomes: list[Raised]) -> None:
     assert {outcome.type for outcome in outcomes} == {"NarrowcastError"}
     assert len({outcome.message for outcome in outcomes}) == 1
-    assert "none left" in outcomes[0].message
+    assert "none left (on rank 1)" in outcomes[0].message
 
 
 def _fail_in_one_replica(setup: Setup) -> None:
@@ -216,6 +216,45 @@ def _build_stage() -> tuple[nn.Module, torch.optim.Optimizer]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh=mesh["shard"])
     return model, torch.optim.AdamW(model.parameters())
+
+
+def _stop_in_encoding() -> None:
+    """A StopIteration is what a context manager lets through as it is."""
+    model, optimizer = build(Setup())
+    with narrowed(Setup(narrow={"treatment": "value"}), model, optimizer):
+        if dist.get_rank() == 1:
+
+            def find(*_: object) -> None:
+                raise StopIteration("none left")
+
+            comm.NarrowAllGather.state_of = find
+        train(Setup(), model, optimizer)
+
+
+def test_every_kind_of_error_is_made_the_same(ranks) -> None:
+    outcomes = ranks(2).outcomes(_stop_in_encoding, timeout_s=6 * SOON_S)
+    assert {outcome.type for outcome in outcomes} == {"NarrowcastError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "failed on rank 1: StopIteration: none left" in outcomes[0].message
+
+
+def _fail_late() -> tuple[str, bool]:
+    """Both ranks fail, one of them long after the other has ceased to wait for it."""
+    job = failure.job_of(None)
+
+    @job.together("a call")
+    def fail() -> None:
+        time.sleep(4 * dist.get_rank())
+        raise NONE_LEFT
+
+    with pytest.raises(NarrowcastError) as error:
+        fail()
+    return str(error.value), job.error is not None
+
+
+def test_ranks_that_fail_long_after_each_other_agree_that_all_is_over(ranks) -> None:
+    first = "a call failed on rank 0: MemoryError: none left"
+    assert ranks(2).run(_fail_late) == [(first, True)] * 2
 
 
 def _train_stages(passes_on: bool) -> None:

@@ -1,5 +1,8 @@
 """What FSDP2 lets a user change until a model is first used is followed, or refused by name."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from narrowcast import SettingsError, narrow_all_gather
+from narrowcast import SettingsError, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import local, same_bits
@@ -143,21 +146,24 @@ def test_a_parameter_that_is_replaced_before_the_first_use_is_gathered(ranks) ->
     assert ranks(2).run(_swaps_a_parameter) == [True] * 2
 
 
-def _shards_later() -> None:
+def _shards_later(narrow: Callable) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0], mesh=_mesh())
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow(model)
     fully_shard(model, mesh=_mesh())
     try:
-        model(torch.ones(2, 8))
+        model(torch.ones(2, 8)).sum().backward()
     finally:
         handle.remove()
 
 
-def test_fully_shard_after_narrowing_is_refused_by_name(ranks) -> None:
-    for outcome in ranks(2).outcomes(_shards_later):
+@pytest.mark.parametrize(
+    "narrow", [partial(narrow_all_gather, treatment="value"), narrow_reduce_scatter]
+)
+def test_fully_shard_after_narrowing_is_refused_by_name(ranks, narrow: Callable) -> None:
+    for outcome in ranks(2).outcomes(_shards_later, narrow):
         assert outcome.type == "SettingsError"
-        assert "fully_shard was applied to (root) after narrow_all_gather" in outcome.message
+        assert "fully_shard was applied to (root) after narrow_" in outcome.message
 
 
 def _gathers_bytes_that_nothing_covers() -> str:

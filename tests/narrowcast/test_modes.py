@@ -102,6 +102,21 @@ def _gathers_under_a_default_device(arguments: dict) -> bool:
     return same_bits(gathered(True), gathered(False))
 
 
+def _narrows_by_measurement_under_a_default_device() -> bool:
+    model, optimizer = build(SETUP)
+    with MODES["default device"]():
+        handle = narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=3)
+        for _ in range(4):
+            optimizer.step()
+    chosen = handle.selection.step == 4
+    handle.remove()
+    return chosen
+
+
+def test_nor_where_shards_are_looked_at(ranks) -> None:
+    assert ranks(2).run(_narrows_by_measurement_under_a_default_device) == [True] * 2
+
+
 @pytest.mark.parametrize("treatment", ["value", "blocks-hash", "coded"])
 def test_a_default_device_is_not_ours(ranks, treatment: str) -> None:
     assert ranks(2).run(_gathers_under_a_default_device, TREATMENTS[treatment]) == [True] * 2

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.torch_internals import param_groups
@@ -140,3 +143,30 @@ def test_an_announcement_is_its_own_models(ranks) -> None:
     for own, sent in ranks(2).run(_announced):
         assert own > 0
         assert sent == {}
+
+
+class _Both(nn.Module):
+    def __init__(self, mesh: Any, replicated: Any) -> None:
+        super().__init__()
+        self.sharded = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        self.copied = fully_shard(nn.Linear(64, 64), mesh=replicated)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.copied(self.sharded(x_TD).repeat(1, 8))
+
+
+def _replicated_in_part() -> int:
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    replicated = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(_Both(mesh, replicated), mesh=mesh)
+    handle = narrow_all_gather(model, treatment="value")
+    model(torch.ones(2, 8)).sum().backward()
+    sent = handle.ledger.current.sent["other"]
+    handle.remove()
+    return sent
+
+
+def test_what_a_models_replicated_part_sends_is_its_own(ranks) -> None:
+    # Gradients in fp32, once around a ring of two.
+    assert ranks(2).run(_replicated_in_part) == [4 * (64 * 64 + 64)] * 2

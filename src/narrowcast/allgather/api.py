@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from narrowcast import floats
-from narrowcast.agreement import check_settings, sharded_groups
+from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
 from narrowcast.allgather.announcer import Announcer
 from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
 from narrowcast.allgather.coders import find_coder
@@ -24,11 +24,10 @@ from narrowcast.allgather.controller import Controller, Rules, Strategy
 from narrowcast.allgather.observation import Observer
 from narrowcast.allgather.offload import Foresight, host_copies
 from narrowcast.allgather.runs import MAX_RUN_VALUES
-from narrowcast.allgather.wire import SettingsError
 from narrowcast.failure import Job, job_of
 from narrowcast.modes import own_mode
 from narrowcast.steps import StepHook
-from narrowcast.torch_internals import ParamGroup, is_default, param_groups
+from narrowcast.torch_internals import ParamGroup, is_default
 from narrowcast.volume import (
     CountedModel,
     check_volume,
@@ -108,7 +107,7 @@ class NarrowedModel:
     def _before_forward(self) -> None:
         """Before the first gather of a forward in a process group."""
         if not self._is_used:
-            _check_no_later_groups(self._models, self._groups)
+            check_no_later_groups(self._models, self._groups, "narrow_all_gather")
             self._is_used = True
         if self.ledger is not None:
             self.ledger.catch_up()
@@ -295,8 +294,7 @@ def narrow_all_gather(
                 cache_device,
                 job,
             )
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    return NarrowedModel(models, groups, comms, optimizer, counted, controller, job)
+    return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> dict[str, Scheme]:
@@ -376,19 +374,6 @@ _NUMBERS = {
     "warmup_steps": (3, None, "3 and more"),
     "reselect_interval": (0, None, "0 (never) and more"),
 }
-
-
-def _check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup]) -> None:
-    later = [
-        group.name
-        for group in param_groups(*models)
-        if not any(group.is_same_as(known) for known in groups)
-    ]
-    if later:
-        raise SettingsError(
-            f"fully_shard was applied to {', '.join(later)} after narrow_all_gather, which does "
-            "not know these parameters: narrow the model after the last fully_shard"
-        )
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:

@@ -375,14 +375,14 @@ def _noise(nbytes: int, device: torch.device) -> Tensor:
     """Bytes (uint8) of Gaussian fp32 values, which no link makes smaller on its way; the same ones
     again and again after a MiB."""
     generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
-    values = torch.randn(_SAMPLE // 4, generator=generator).view(torch.uint8)
+    values = torch.randn(_SAMPLE // 4, generator=generator, device="cpu").view(torch.uint8)
     return values.repeat(-(-nbytes // _SAMPLE))[:nbytes].to(device)
 
 
 def _exponents(device: torch.device) -> list[Tensor]:
     """Exponents of Gaussian bf16 values, in pieces as they are coded in training."""
     generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
-    values = torch.randn(_SAMPLE, generator=generator).to(device, torch.bfloat16)
+    values = torch.randn(_SAMPLE, generator=generator, device="cpu").to(device, torch.bfloat16)
     layout = floats.LAYOUTS[torch.bfloat16]
     return list(floats.exponents(values.view(layout.bits), layout).split(MAX_RUN_VALUES))
 

@@ -320,8 +320,8 @@ class Observer:
         layout = floats.LAYOUTS.get(info.dtype, floats.LAYOUTS[torch.bfloat16])
         # Not the parameters themselves, which may have no memory yet.
         generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
-        values_N = torch.randn(stop - start, generator=generator, dtype=torch.float32)
-        flips_N = torch.rand(stop - start, generator=generator, dtype=torch.float32) < 0.5
+        values_N = torch.randn(stop - start, generator=generator, dtype=torch.float32, device="cpu")
+        flips_N = torch.rand(stop - start, generator=generator, device="cpu") < 0.5
         bits_N = values_N.to(device, info.dtype).view(layout.bits)
         other_N = bits_N ^ flips_N.to(device)
         began = 0.0
@@ -333,8 +333,8 @@ class Observer:
 
     def _agree(self, step_seconds: float) -> None:
         """How many pieces a step has room for: of the slowest rank, the shortest step."""
-        slowest = torch.tensor([self._cost, -step_seconds], dtype=torch.float64)
-        slowest = slowest.to(self._groups[0].device)
+        device = self._groups[0].device
+        slowest = torch.tensor([self._cost, -step_seconds], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._job)
         cost, shortest_step = slowest[0].item(), -slowest[1].item()
         self.pieces_a_step = self._share * shortest_step / max(cost, 1e-9)

@@ -45,7 +45,7 @@ class HostCopies:
         """Copies ``tensor`` into ``buffer``, host memory of its shape; ``None``: into a new one."""
         if buffer is None:
             pinned = self.stream is not None
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         if self.stream is None:
             return buffer.copy_(tensor)
         self.stream.wait_stream(cuda.current_stream(self.device))  # which still writes the tensor

@@ -80,7 +80,12 @@ def blamed(subject: str) -> Iterator[None]:
     except NarrowcastError as error:
         raise type(error)(f"{subject} {error}") from error
     except Exception as error:
-        raise NarrowcastError(f"{subject}: {type(error).__name__}: {error}") from error
+        raise NarrowcastError(f"{subject}: {type(error).__name__}: {error}") from cause(error)
+
+
+def cause(error: Exception) -> Exception | None:
+    """What an error is to be raised from: a context manager would raise a StopIteration itself."""
+    return None if isinstance(error, StopIteration) else error
 
 
 class Status(IntEnum):

@@ -80,6 +80,8 @@ def parse_json(text: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=once)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
 

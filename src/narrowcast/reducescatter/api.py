@@ -8,7 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from narrowcast.agreement import check_settings, sharded_groups
+from narrowcast.agreement import (
+    check_no_later_groups,
+    check_settings,
+    modules_of,
+    sharded_groups,
+)
 from narrowcast.allgather.coders import find_coder
 from narrowcast.failure import Job, job_of
 from narrowcast.reducescatter.codec import Treatment
@@ -26,16 +31,27 @@ class NarrowedGradients:
     """
 
     def __init__(
-        self, comms: list[NarrowReduceScatter], counted: CountedModel | None, job: Job
+        self,
+        models: list[nn.Module],
+        comms: list[NarrowReduceScatter],
+        counted: CountedModel | None,
+        job: Job,
     ) -> None:
+        self._models: list[nn.Module] | None = models  # until they are first used
+        self._groups = [comm.group for comm in comms]
         self.ledger = counted.ledger if counted else None
         self._counted = counted
         self._replaced = [(comm.group, comm.group.reduce_scatter) for comm in comms]
         self._guarded: list[ParamGroup] = []
         for comm in comms:
-            comm.group.reduce_scatter = comm
+            comm.group.reduce_scatter, comm.before = comm, self._before_reduction
             if comm.group.guard_reduction(partial(job.together, f"backward of {comm.group.name}")):
                 self._guarded.append(comm.group)
+
+    def _before_reduction(self) -> None:
+        if self._models is not None:
+            check_no_later_groups(self._models, self._groups, "narrow_reduce_scatter")
+            self._models = None
 
     def remove(self) -> None:
         """Gives the model back its own reduce-scatters. Call it on every rank."""
@@ -99,7 +115,7 @@ def narrow_reduce_scatter(
     comms = [
         NarrowReduceScatter(group, treatment, find_coder(coder), ledger, job) for group in groups
     ]
-    return NarrowedGradients(comms, counted, job)
+    return NarrowedGradients(modules_of(model), comms, counted, job)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ that is damaged, hence ranks agree at the end of each call on whether to go on.
 """
 
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         group: the parameter group.
         ledger: where bytes are counted, if anywhere.
         job: the ranks that must learn of a failure here; ``None``: nobody.
+        before: is called before each reduction.
     """
 
     group: ParamGroup
@@ -54,6 +56,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     coder: Coder
     ledger: Ledger | None = None
     job: Job | None = None
+    before: Callable[[], None] | None = None
 
     def __call__(
         self,
@@ -70,6 +73,8 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         """
         subject = f"reduce-scatter of {self.group.name}"
         with self.job.together(subject) if self.job is not None else nullcontext():
+            if self.before is not None:
+                self.before()
             factor, divisor = reduction(op, group)
             rows_WN = input_tensor.view(group.size(), -1)
             if self.ledger is not None:

@@ -169,7 +169,7 @@ def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys,
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'} --max-load"
     assert main([*command.split(), "1.5"]) == 0
     warning = capsys.readouterr().err
-    assert "above 1.50 in 1 of 2 layers, layers.2.moe the most with 2.00" in warning
+    assert "too much in 1 of 2 layers, the most in layers.2.moe with 2.00" in warning
     assert "--max-load is not reached" in warning
     assert main([*command.split(), "2.1"]) == 0
     assert capsys.readouterr().err == ""
