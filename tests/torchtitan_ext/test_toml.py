@@ -39,6 +39,10 @@ def raises_another_error() -> Trainer.Config:
     return {}["lr"]
 
 
+def asks(for_what: str) -> Trainer.Config:
+    return raises_another_error()
+
+
 def exits() -> Trainer.Config:
     sys.exit("not here")
 
@@ -459,6 +463,10 @@ def test_all_errors_of_a_file_are_reported_together_and_each_once(problems):
         (
             f"[base]\nmodule = '{__name__}'\nconfig = 'exits'\n",
             'base.config = "exits": raised SystemExit: not here',
+        ),
+        (
+            f"[base]\nmodule = '{__name__}'\nconfig = 'asks'\n",
+            'base.config = "asks": raised TypeError: asks() missing 1 required positional argument',
         ),
         ("[base\n", "is not TOML: "),
     ],

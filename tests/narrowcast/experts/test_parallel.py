@@ -61,7 +61,11 @@ def test_no_process_outlives_the_command(how: signal.Signals) -> None:
         "    parallel.each(time.sleep, [0, 1, 300, 300], 4, processes=2, progress=True)\n"
     )
     command = subprocess.Popen(
-        [sys.executable, "-c", script], stderr=subprocess.PIPE, start_new_session=True
+        [sys.executable, "-c", script],
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # In the background of a shell, tests are run with it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     shown = b""
     while b"2/4" not in shown:  # two layers are done, and two have begun
