@@ -78,8 +78,11 @@ def _tracing(on_place: Callable[[Place], None], every_line: bool) -> Iterator[No
 
 def _train(setup: Setup, around: Callable = lambda: _tracing(lambda _: None, False)) -> None:
     model, optimizer = build(setup)
-    with narrowed(setup, model, optimizer), around():
-        train(setup, model, optimizer)
+    with narrowed(setup, model, optimizer):
+        with around():
+            train(setup, model, optimizer)
+        with failure.job_of(None).informed():  # one may have failed after the last collective
+            dist.barrier()
 
 
 def _places(setup: Setup, every_line: bool) -> list[Place]:
