@@ -127,7 +127,7 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from narrowcast.failure import job_of
+    from narrowcast.errors import job_of
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)

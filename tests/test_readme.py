@@ -39,7 +39,7 @@ def test_both_commands_exist_and_can_be_executed() -> None:
 
 
 def test_the_toml_is_a_job_and_its_other_sections_fit_it(tmp_path: Path) -> None:
-    from torchtitan_ext.toml import load_config
+    from torchtitan_ext.toml.load import load_config
 
     job, *sections = re.findall(r"```toml\n(.*?)```", README, flags=re.DOTALL)
     file = tmp_path / "my_job.toml"

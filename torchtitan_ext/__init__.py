@@ -48,7 +48,7 @@ def from_toml() -> "Trainer.Config":
         ValueError: the flag is missing, or the file is wrong (`toml.TomlError`).
     """
     from torchtitan_ext import compat, cpu
-    from torchtitan_ext.toml import load_config
+    from torchtitan_ext.toml.load import load_config
 
     compat.apply()
     cpu.apply()

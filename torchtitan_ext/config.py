@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 
-# narrowcast.allgather.runs.MAX_RUN_VALUES, which would take an import of torch.
+# narrowcast.allgather.chunks.MAX_RUN_VALUES, which would take an import of torch.
 MAX_BLOCK_SIZE = 262144
 
 

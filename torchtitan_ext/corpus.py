@@ -35,7 +35,7 @@ from tokenizers.models import BPE
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
-from narrowcast.experts.files import write_text
+from narrowcast.util import write_text
 
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"

@@ -16,8 +16,8 @@ from torchtitan.config import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from narrowcast.experts import swiglu
-from narrowcast.experts.dispatch import (
+from narrowcast.moe import swiglu
+from narrowcast.moe.dispatch import (
     Counter,
     Crossing,
     Dispatched,
@@ -27,7 +27,7 @@ from narrowcast.experts.dispatch import (
     dispatch,
     one_level,
 )
-from narrowcast.experts.swiglu import ExpertRows
+from narrowcast.moe.swiglu import ExpertRows
 
 
 @dataclass
@@ -110,7 +110,7 @@ class DeduplicatedExperts(GroupedExperts):
         super().__init__(config)
         self.swiglu_experts = swiglu.swiglu_experts
         if config.kernels == "triton":
-            from narrowcast.experts import kernels
+            from narrowcast.moe import kernels
 
             self.swiglu_experts = kernels.swiglu_experts
 

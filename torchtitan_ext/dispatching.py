@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from narrowcast.experts.dispatch import Crossing, two_levels
-from narrowcast.volume import Ledger
+from narrowcast.moe.dispatch import Crossing, two_levels
+from narrowcast.telemetry.ledger import Ledger
 from torchtitan_ext.deduplicated_dispatch import (
     OVERRIDES,
     DeduplicatedExperts,

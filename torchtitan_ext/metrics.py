@@ -6,10 +6,10 @@ import torch
 import torchtitan.tools.utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from narrowcast.allgather.controller import Controller
-from narrowcast.changes import SHARD_TYPES
-from narrowcast.senders import sent_by
-from narrowcast.volume import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
+from narrowcast.attribution import sent_by
+from narrowcast.autotune.controller import Controller
+from narrowcast.telemetry.changes import SHARD_TYPES
+from narrowcast.telemetry.ledger import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
 from torchtitan_ext.private import tensorboard_writers
 
 _MIB = 1 << 20

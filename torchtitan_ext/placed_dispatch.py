@@ -18,7 +18,7 @@ from torchtitan.models.common.token_dispatcher import (
 )
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
-from narrowcast.experts.relocation import ExpertLayer
+from narrowcast.placement.relocation import ExpertLayer
 from torchtitan_ext.deduplicated_dispatch import DeduplicatingTokenDispatcher
 
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from narrowcast.experts.balance import part_loads
-from narrowcast.experts.correlation import MIN_TOKENS
-from narrowcast.experts.effort import SECONDS, Effort
-from narrowcast.experts.files import check_writable
-from narrowcast.experts.metrics import UNEVEN
-from narrowcast.experts.placement import Placement, check_made_for, contiguous, load_placement
-from narrowcast.experts.planning import (
+from narrowcast.placement.balance import part_loads
+from narrowcast.placement.correlation import MIN_TOKENS
+from narrowcast.placement.effort import SECONDS, Effort
+from narrowcast.placement.metrics import UNEVEN
+from narrowcast.placement.placement import Placement, check_made_for, contiguous, load_placement
+from narrowcast.placement.planning import (
     HELD_OUT,
     LayerRouting,
     check,
@@ -22,8 +21,9 @@ from narrowcast.experts.planning import (
     plan_layer,
     routings_of,
 )
-from narrowcast.experts.relocation import ExpertLayer, PlacedExperts
-from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.placement.relocation import ExpertLayer, PlacedExperts
+from narrowcast.placement.trace import RoutingTrace, load_trace
+from narrowcast.util import check_writable
 from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.job import Job
 from torchtitan_ext.placed_dispatch import check_placeable, place

@@ -11,11 +11,11 @@ import torch
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
-from narrowcast.failure import job_of
-from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.torch_internals import param_groups
-from narrowcast.volume import CountedModel, Ledger, count_volume, extra_of
+from narrowcast.all_gather import NarrowedModel, narrow_all_gather
+from narrowcast.errors import job_of
+from narrowcast.fsdp2 import param_groups
+from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
+from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, extra_of
 from torchtitan_ext.checking import check_on_every_rank
 from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
 from torchtitan_ext.job import Job

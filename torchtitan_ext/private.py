@@ -18,8 +18,9 @@ from torchtitan.config import ConfigManager, Configurable
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
-from narrowcast.torch_internals import pending_collectives
-from narrowcast.volume import Ledger, named
+from narrowcast.attribution import named
+from narrowcast.fsdp2 import pending_collectives
+from narrowcast.telemetry.ledger import Ledger
 
 
 class BaseError(ValueError):

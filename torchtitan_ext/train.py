@@ -24,7 +24,7 @@ def main() -> None:
 
     from torchtitan_ext.checking import check_alone
     from torchtitan_ext.launch import is_first_rank, prepared
-    from torchtitan_ext.toml import to_toml
+    from torchtitan_ext.toml.load import to_toml
 
     args = [arg for arg in sys.argv[1:] if arg != "--print-config"]
     print_config = len(args) < len(sys.argv) - 1

@@ -1,7 +1,7 @@
 """narrowcast: Mixture-of-Experts training that sends fewer bytes, without changing one bit."""
 
-from narrowcast.allgather.api import NarrowedModel, narrow_all_gather
-from narrowcast.allgather.wire import (
+from narrowcast.all_gather import NarrowedModel, narrow_all_gather
+from narrowcast.errors import (
     NarrowcastError,
     OutOfStepError,
     PayloadError,
@@ -9,8 +9,8 @@ from narrowcast.allgather.wire import (
     SettingsError,
     VerificationError,
 )
-from narrowcast.reducescatter.api import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.volume import Ledger
+from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
+from narrowcast.telemetry.ledger import Ledger
 
 __all__ = [
     "Ledger",

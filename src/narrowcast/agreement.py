@@ -5,13 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowcast.allgather.wire import NarrowcastError, SettingsError
-from narrowcast.torch_internals import ParamGroup, param_groups, why_no_groups
-from narrowcast.volume import named
+from narrowcast.attribution import named
+from narrowcast.errors import SettingsError
+from narrowcast.fsdp2 import ParamGroup, param_groups, why_no_groups
 
 
 def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
@@ -107,19 +106,3 @@ def _raise_first(wrong: list[tuple[int, str]], num_ranks: int) -> None:
         rank, message = wrong[0]
         alike = len(wrong) == num_ranks and len({text for _, text in wrong}) == 1
         raise ValueError(message if alike else f"on rank {rank}: {message}")
-
-
-@named()
-def raise_alike(
-    error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Raises, on every rank of ``group``, the ``error`` of the first one that has any.
-
-    Costs one small all-reduce where none has. Every rank must call this.
-    """
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if failed.item():
-        errors: list[NarrowcastError | None] = [None] * group.size()
-        dist.all_gather_object(errors, error, group)
-        raise next(found for found in errors if found is not None)

@@ -14,17 +14,16 @@ from typing import get_args
 
 import torch
 
-from narrowcast.experts.correlation import MIN_TOKENS
-from narrowcast.experts.coselection import (
+from narrowcast.placement.correlation import MIN_TOKENS
+from narrowcast.placement.coselection import (
     CoselectionCounts,
     is_coselection,
     load_coselection,
     measure_counts,
 )
-from narrowcast.experts.effort import SECONDS
-from narrowcast.experts.files import check_writable
-from narrowcast.experts.heatmap import coselection_heatmap
-from narrowcast.experts.metrics import (
+from narrowcast.placement.effort import SECONDS
+from narrowcast.placement.heatmap import coselection_heatmap
+from narrowcast.placement.metrics import (
     UNEVEN,
     WIDTH,
     PlacementMetrics,
@@ -32,10 +31,11 @@ from narrowcast.experts.metrics import (
     placement_table,
     with_loads_of,
 )
-from narrowcast.experts.placement import Placement, contiguous, load_placement
-from narrowcast.experts.planning import DEFAULT_LOAD, HELD_OUT, Method, make_plan
-from narrowcast.experts.routers import measure_router, router_table
-from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.placement.placement import Placement, contiguous, load_placement
+from narrowcast.placement.planning import DEFAULT_LOAD, HELD_OUT, Method, make_plan
+from narrowcast.placement.routers import measure_router, router_table
+from narrowcast.placement.trace import RoutingTrace, load_trace
+from narrowcast.util import check_writable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def _profile(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
                 f"profile trains a job by {name}, which is not installed: pip install narrowcast"
             )
     # By its name: the library does not depend on the plugin.
-    profile = importlib.import_module("torchtitan_ext.profile")
+    profile = importlib.import_module("torchtitan_ext.profile.command")
     ours = ["--job.config_file", arguments.file]
     if arguments.steps is not None:
         ours += ["--profile.steps", arguments.steps]

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from narrowcast.torch_internals import ParamGroup
+from narrowcast.fsdp2 import ParamGroup
 
 logger = logging.getLogger(__name__)
 

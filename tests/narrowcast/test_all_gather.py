@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from narrowcast.allgather import runs
+from narrowcast.allgather import chunks
 from narrowcast.allgather.codec import Scheme
 from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
 from tests.ranks import Ranks
@@ -104,7 +104,7 @@ def test_per_block_inductor_trains_as_plain(ranks) -> None:
 
 
 def _differing_in_short_runs(setup: Setup, treatments: dict[str, dict]) -> list[str]:
-    with patch.object(runs, "MAX_RUN_VALUES", 100):
+    with patch.object(chunks, "MAX_RUN_VALUES", 100):
         return _differing(setup, treatments)
 
 
@@ -117,7 +117,7 @@ def test_runs_cover_a_shard_and_hold_whole_blocks() -> None:
     scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("raw")
     params = [("a", 600_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
     params += [("d", 9, torch.int64), ("e", 5, torch.float32)]
-    cut = runs.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
+    cut = chunks.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
     assert [run.start for run in cut[1:]] == [run.stop for run in cut[:-1]]
     assert cut[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
     assert [run.num_values for run in cut] == [261_000, 261_000, 78_008, 72, 5]

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast.agreement import sharded_groups
-from narrowcast.allgather import calibration
-from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, HostLink
-from narrowcast.allgather.coders import CODERS
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.collectives import count_collectives
+from narrowcast.autotune import calibration
+from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, HostLink
+from narrowcast.telemetry.collectives import count_collectives
+from narrowcast.wire.coders import CODERS
 
 WIDTH = 512
 SHARD_BYTES = WIDTH * WIDTH * 2 // 2  # bf16, over two ranks
@@ -97,7 +97,7 @@ def _calibrate(
 
     with (
         patch.object(calibration, "perf_counter", read),
-        patch("narrowcast.clock.time", SimpleNamespace(perf_counter=read)),
+        patch("narrowcast.util.time", SimpleNamespace(perf_counter=read)),
         patch.object(calibration, "NarrowAllGather", SlowGather),
     ):
         measured = calibration.calibrate(groups, CODERS, cache_device="cpu", seconds=seconds)

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.allgather import change_profile
-from narrowcast.allgather.change_profile import (
+from narrowcast.autotune import change_profile
+from narrowcast.autotune.change_profile import (
     BLOCK_SIZES,
     FACTORS,
     ChangeRecorder,
@@ -18,8 +17,9 @@ from narrowcast.allgather.change_profile import (
     merged,
     sizes,
 )
-from narrowcast.changes import count_changes
-from narrowcast.torch_internals import ShardedParam
+from narrowcast.fsdp2 import ShardedParam
+from narrowcast.telemetry.changes import count_changes
+from narrowcast.wire import floats
 
 BF16 = floats.LAYOUTS[torch.bfloat16]
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather
-from narrowcast.allgather.wire import head_size
-from narrowcast.torch_internals import param_groups
+from narrowcast.fsdp2 import param_groups
+from narrowcast.wire.packet import head_size
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import Setup, build, local, narrow, same_bits, state_of, train
 

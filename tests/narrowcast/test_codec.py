@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast import floats
 from narrowcast.allgather import codec
-from narrowcast.allgather.codec import SECTIONS, Encoded, Form, Scheme
-from narrowcast.allgather.coders import Zstd
-from narrowcast.floats import LAYOUTS, FloatLayout
+from narrowcast.allgather.codec import Scheme
+from narrowcast.wire import floats
+from narrowcast.wire.coders import Zstd
+from narrowcast.wire.floats import LAYOUTS, FloatLayout
+from narrowcast.wire.packet import SECTIONS, Encoded, Form
 
 CODER = Zstd()
 DTYPES = list(LAYOUTS)

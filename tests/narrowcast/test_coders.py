@@ -7,7 +7,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from narrowcast.allgather.coders import CODERS, CoderError, Zstd, find_coder
+from narrowcast.wire.coders import CODERS, CoderError, Zstd, find_coder
 
 each_coder = pytest.mark.parametrize("coder", CODERS.values(), ids=CODERS.keys())
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.allgather import api, calibration, controller, observation, selection
-from narrowcast.allgather.calibration import Calibration, CoderSpeed, Curve, Links
+from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
+from narrowcast.autotune import calibration, controller, sampling, solver
+from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
 
@@ -48,8 +48,8 @@ def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
         patch.object(
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
-        patch.object(observation, "clock", SimpleNamespace(now=lambda _: next(ticks) * tick)),
-        patch.object(api, "Observer", partial(observation.Observer, share=math.inf)),
+        patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
+        patch.object(all_gather, "Observer", partial(sampling.Observer, share=math.inf)),
         patch.object(controller.Controller, "_rescale", lambda _: None),
         patch.object(controller.Controller, "_rescale_links", lambda _: None),
     ):
@@ -218,9 +218,9 @@ def test_a_shard_whose_change_rate_jumps_is_dropped(ranks) -> None:
 def ever_other_choices() -> Iterator[None]:
     """Each look chooses other treatments for every shard, and plain for some group."""
     looks = itertools.count()
-    choose = selection.choose
+    choose = solver.choose
 
-    def scripted(groups: list[selection.Group], *arguments: Any) -> selection.Choice:
+    def scripted(groups: list[solver.Group], *arguments: Any) -> solver.Choice:
         look = next(looks)
         turns = itertools.count(look)
         treatments = {
@@ -352,7 +352,7 @@ def _reported_on_a_full_disk(folder: Path) -> list[str]:
         path.write_bytes(text[:1].encode())
         raise OSError(28, "No space left on device")
 
-    logger = logging.getLogger("narrowcast.allgather.controller")
+    logger = logging.getLogger("narrowcast.autotune.controller")
     logger.addHandler(handler)
     try:
         with patch.object(Path, "write_text", full):

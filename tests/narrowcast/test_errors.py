@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowcast import NarrowedModel, narrow_all_gather
-from narrowcast.allgather.coders import CODERS, Zstd
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.torch_internals import is_default, param_groups
+from narrowcast.fsdp2 import is_default, param_groups
+from narrowcast.wire.coders import CODERS, Zstd
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import Setup, build, narrow, train
 from tests.ranks import Raised

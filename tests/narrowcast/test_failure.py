@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import narrowcast
-from narrowcast import NarrowcastError, failure, narrow_all_gather
-from narrowcast.allgather import api, comm, controller, observation
+from narrowcast import NarrowcastError, all_gather, errors, narrow_all_gather
+from narrowcast.allgather import comm
+from narrowcast.autotune import controller, sampling
 from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
 
@@ -47,7 +48,7 @@ SCENARIOS = {
 def _tracing(on_place: Callable[[Place], None], every_line: bool) -> Iterator[None]:
     """Calls ``on_place`` for each function of the package, or each line, that is run where its
     exceptions are everybody's. What it raises is raised there."""
-    together = failure.Job.together
+    together = errors.Job.together
     depth = 0
 
     @contextmanager
@@ -67,13 +68,13 @@ def _tracing(on_place: Callable[[Place], None], every_line: bool) -> Iterator[No
             on_place((frame.f_code.co_filename, frame.f_lineno))
         return trace if every_line else None
 
-    failure.Job.together = counted
+    errors.Job.together = counted
     sys.settrace(trace)
     try:
         yield
     finally:
         sys.settrace(None)
-        failure.Job.together = together
+        errors.Job.together = together
 
 
 def _train(setup: Setup, around: Callable = lambda: _tracing(lambda _: None, False)) -> None:
@@ -81,7 +82,7 @@ def _train(setup: Setup, around: Callable = lambda: _tracing(lambda _: None, Fal
     with narrowed(setup, model, optimizer):
         with around():
             train(setup, model, optimizer)
-        with failure.job_of(None).informed():  # one may have failed after the last collective
+        with errors.job_of(None).informed():  # one may have failed after the last collective
             dist.barrier()
 
 
@@ -111,10 +112,10 @@ def _fail_everywhere(
     setup: Setup, known: Setup | None, every_line: bool, folder: str
 ) -> list[tuple[Place, tuple[str, str, float]]]:
     """A fresh model and fresh process groups for each place that ``known`` does not pass."""
-    failure._GRACE_S = 0.05
+    errors._GRACE_S = 0.05
     rank, world_size = dist.get_rank(), dist.get_world_size()
     patched = pytest.MonkeyPatch()
-    patched.setattr(api, "Observer", partial(observation.Observer, share=1e9))
+    patched.setattr(all_gather, "Observer", partial(sampling.Observer, share=1e9))
     calibrate = partial(controller.calibration.calibrate, seconds=0.05)
     patched.setattr(controller.calibration, "calibrate", calibrate)
     found = []
@@ -243,7 +244,7 @@ def test_every_kind_of_error_is_made_the_same(ranks) -> None:
 
 def _fail_late() -> tuple[str, bool]:
     """Both ranks fail, one of them long after the other has ceased to wait for it."""
-    job = failure.job_of(None)
+    job = errors.job_of(None)
 
     @job.together("a call")
     def fail() -> None:
@@ -280,7 +281,7 @@ def _train_stages(passes_on: bool) -> None:
 
 def _train_stages_informed() -> None:
     """As torchtitan's trainer does with the plugin."""
-    with failure.job_of(None).informed():
+    with errors.job_of(None).informed():
         _train_stages(passes_on=True)
 
 
@@ -313,7 +314,7 @@ def test_what_is_wrong_on_one_stage_is_told_on_all(ranks, wrong: str) -> None:
 
 def _narrow_on_two_of_four() -> int:
     """The others do something else."""
-    api.Observer = partial(observation.Observer, share=1e9)
+    all_gather.Observer = partial(sampling.Observer, share=1e9)
     group = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
     if dist.get_rank() >= 2:

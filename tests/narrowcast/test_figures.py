@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from narrowcast.figures import draw
+from torchtitan_ext.profile.figures import draw
 
 PROFILE = {
     "job": {

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.floats import LAYOUTS, FloatLayout
+from narrowcast.wire import floats
+from narrowcast.wire.floats import LAYOUTS, FloatLayout
 
 DTYPES = list(LAYOUTS)
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 3001]

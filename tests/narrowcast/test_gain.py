@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from narrowcast.allgather import gain, wire
-from narrowcast.allgather.calibration import Curve, Links
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.gain import Gathered, problem
-from narrowcast.allgather.observation import ALL, TREATMENTS, Cost, Seen
-from narrowcast.allgather.selection import Group, Option, choose
-from narrowcast.changes import Changes
-from narrowcast.torch_internals import ShardedParam
+from narrowcast.autotune import cost_model
+from narrowcast.autotune.calibration import Curve, Links
+from narrowcast.autotune.cost_model import Gathered, problem
+from narrowcast.autotune.sampling import ALL, TREATMENTS, Cost, Seen
+from narrowcast.autotune.solver import Group, Option, choose
+from narrowcast.fsdp2 import ShardedParam
+from narrowcast.telemetry.changes import Changes
+from narrowcast.wire import packet
 from tests.narrowcast.training import Setup, build, narrow, train
 
 BF16 = torch.bfloat16
@@ -138,7 +139,7 @@ def test_plain_and_narrowed_gathers_differ_by_heads_handling_and_the_sizes_annou
     assert (one.in_force, in_force.in_force) == (False, True)
     assert [shard.plain for shard in one.shards] == [2 * 10 * 2 * 1000, 2 * 10 * 2 * 400_000]
     assert one.plain_latency == 2 * 7
-    assert one.overhead == 2 * (7 + 3 + 10 * wire.head_size(2)) + 11
+    assert one.overhead == 2 * (7 + 3 + 10 * packet.head_size(2)) + 11
     assert [shard.values for shard in one.shards] == [1000, 400_000]
 
 
@@ -262,7 +263,9 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
             group = Gathered(
                 label=comm.group.name,
                 params=comm.group.params,
-                times={s: n / setup.steps for s, n in gain.merged_times(comm.gathers).items()},
+                times={
+                    s: n / setup.steps for s, n in cost_model.merged_times(comm.gathers).items()
+                },
                 links=LINKS,
                 hidden=0.0,
                 host=(0.0, 0.0),

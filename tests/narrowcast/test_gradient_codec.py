@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.allgather.codec import Encoded, Form
-from narrowcast.allgather.coders import Zstd
 from narrowcast.reducescatter import codec
+from narrowcast.wire.coders import Zstd
+from narrowcast.wire.packet import Encoded, Form
 
 CODER = Zstd()
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.allgather.calibration import Curve, Links
-from narrowcast.allgather.coders import find_coder
-from narrowcast.reducescatter import codec, gain
-from narrowcast.reducescatter.gain import GradientWatch, Reduction, table
-from narrowcast.torch_internals import param_groups
-from narrowcast.volume import count_volume
+from narrowcast.autotune import gradients as gradient_costs
+from narrowcast.autotune.calibration import Curve, Links
+from narrowcast.autotune.gradients import GradientWatch, Reduction, table
+from narrowcast.fsdp2 import param_groups
+from narrowcast.reducescatter import codec
+from narrowcast.telemetry.ledger import count_volume
+from narrowcast.wire.coders import find_coder
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 
 CODER = find_coder("zstd")
@@ -69,7 +70,7 @@ def _by_hand() -> list[Reduction]:
     Either rank looks at one piece: encoding takes 1 s, decoding 2 s, adding 3 s."""
     watch, (first, second, _) = _watch()
     watch.make_room(0.0)
-    with patch("narrowcast.clock.time", Clock()):
+    with patch("narrowcast.util.time", Clock()):
         for _ in range(3):
             for _ in range(2):
                 watch(first, gradients(1000, seed=dist.get_rank()))
@@ -121,7 +122,7 @@ def _looks(calls: list[Any]) -> list[int | None]:
         if isinstance(call, float):
             watch.make_room(call)
             continue
-        with patch.object(gain, "_look", side_effect=gain._look) as look:
+        with patch.object(gradient_costs, "_look", side_effect=gradient_costs._look) as look:
             watch(groups[call], gradients(10, seed=0))
         found.append(call if look.called else None)
     return found

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from narrowcast import NarrowedGradients, NarrowedModel, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.torch_internals import is_default, param_groups
-from narrowcast.volume import StepVolume, reduce_over_ranks
+from narrowcast.telemetry.ledger import StepVolume, reduce_over_ranks
+from narrowcast.wire.packet import Encoded
 from tests.narrowcast.training import Setup, build, narrowed, train
 
 STEP = Setup(steps=1)
@@ -164,7 +165,7 @@ def _watched() -> Iterator[Counter[str]]:
         seen["all-reduced bytes"] += 2 * nbytes * (world_size - 1) // world_size
         return all_reduce(tensor, *args, **kwargs)
 
-    def watched_encode(values_N: Tensor, *args: Any) -> codec.Encoded:
+    def watched_encode(values_N: Tensor, *args: Any) -> Encoded:
         seen["values"] += values_N.numel()
         seen["zeros"] += sum(value == 0 for value in values_N.tolist())
         return encode(values_N, *args)

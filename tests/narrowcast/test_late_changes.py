@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast import SettingsError, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.torch_internals import param_groups
+from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.test_all_gather import TREATMENTS
 from tests.narrowcast.training import local, same_bits
 

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.allgather import codec, observation
+from narrowcast.allgather import codec
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.coders import find_coder
-from narrowcast.allgather.observation import (
+from narrowcast.autotune import sampling
+from narrowcast.autotune.sampling import (
     ALL,
     TREATMENTS,
     Cost,
@@ -23,8 +22,10 @@ from narrowcast.allgather.observation import (
     examine,
     sum_over_ranks,
 )
-from narrowcast.changes import Changes, count_changes
-from narrowcast.torch_internals import param_groups
+from narrowcast.fsdp2 import param_groups
+from narrowcast.telemetry.changes import Changes, count_changes
+from narrowcast.wire import floats
+from narrowcast.wire.coders import find_coder
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 
 CODER = find_coder("zstd")
@@ -93,8 +94,8 @@ class Clock:
 def test_times_are_those_of_a_gather(check: str) -> None:
     layout, clock = floats.LAYOUTS[torch.bfloat16], Clock()
     with (
-        patch.object(observation, "time", clock),
-        patch("narrowcast.clock.time", clock),
+        patch.object(sampling, "time", clock),
+        patch("narrowcast.util.time", clock),
         clock.slowed("changed_blocks", 1),
         clock.slowed("block_hashes", 1),
         clock.slowed("encode", 4),
@@ -224,10 +225,10 @@ def _pieces_a_step(share: float) -> tuple[float, list[int], set[tuple[int, int, 
         return Seen(Changes(values=1))
 
     with (
-        patch.object(observation, "time", clock),
-        patch("narrowcast.clock.time", clock),
-        patch.object(observation, "examine", examine),
-        patch.object(observation, "MAX_RUN_VALUES", LENGTH),
+        patch.object(sampling, "time", clock),
+        patch("narrowcast.util.time", clock),
+        patch.object(sampling, "examine", examine),
+        patch.object(sampling, "MAX_RUN_VALUES", LENGTH),
     ):
         observer = _observer(model, share=share)
         looked, first = [], set()
@@ -261,7 +262,7 @@ def _compared_pieces(share: float) -> tuple[set, set, int]:
     were looked at in all, in as many steps as it takes to see each once."""
     model, _ = build(Setup())
     looked: list[tuple[str, int, int]] = []
-    with patch.object(observation, "MAX_RUN_VALUES", LENGTH):
+    with patch.object(sampling, "MAX_RUN_VALUES", LENGTH):
         observer = _observer(model, share=share, names={"0.router.weight", "1.experts.w2_EDF"})
         observer.pieces_a_step = 5.0
         num_turns = len(observer._turns)

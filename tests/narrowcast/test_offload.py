@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.allgather import api, offload
+from narrowcast import all_gather
+from narrowcast.allgather import offload
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.offload import Foresight, HostCopies, Kept, host_copies
 from tests.narrowcast.test_all_gather import MODES, TREATMENTS, _differing
@@ -308,7 +309,7 @@ def _in_host_memory() -> Iterator[None]:
     """Caches move between emulated memories, and copies are late."""
     with emulated("copying") as device:
         copies = HostCopies(CPU, device.copying)
-        with patch.object(api, "host_copies", lambda *_: copies):
+        with patch.object(all_gather, "host_copies", lambda *_: copies):
             yield
     assert device.pinned
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
 from torch.distributed import distributed_c10d as c10d
 
-from narrowcast.volume import Ledger
+from narrowcast.telemetry.ledger import Ledger
 
 OWN = dist.all_reduce  # imported by value, before anybody replaces it
 SENT = 24  # bytes that a rank of four sends of 16

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.allgather import exchange as exchange_module
-from narrowcast.allgather.coders import Zstd
-from narrowcast.allgather.exchange import exchange, partners
+from narrowcast.fsdp2 import ParamGroup, reduction
 from narrowcast.reducescatter import codec, comm
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.torch_internals import ParamGroup, reduction
+from narrowcast.wire import exchange as exchange_module
+from narrowcast.wire.coders import Zstd
+from narrowcast.wire.exchange import exchange, partners
+from narrowcast.wire.packet import Encoded
 from tests.narrowcast.test_all_gather import MODES, VALUE
 from tests.narrowcast.training import (
     DIM,
@@ -353,7 +354,7 @@ def test_replicas_of_two_train_as_plain_fsdp(ranks) -> None:
 def _forms_sent(setup: Setup) -> Counter[str]:
     forms = Counter()
 
-    def encode(*args: Any) -> codec.Encoded:
+    def encode(*args: Any) -> Encoded:
         encoded = codec_encode(*args)
         forms[encoded.form.name] += 1
         return encoded

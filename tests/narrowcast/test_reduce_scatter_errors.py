@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from narrowcast import NarrowcastError, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.allgather.coders import Zstd
-from narrowcast.allgather.wire import head_size
+from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.reducescatter import codec, comm
-from narrowcast.torch_internals import is_default, param_groups
+from narrowcast.wire.coders import Zstd
+from narrowcast.wire.packet import head_size
 from tests.narrowcast.test_errors import SOON_S, _assert_same_error, _is_culprit
 from tests.narrowcast.test_reduce_scatter import CODED
 from tests.narrowcast.training import (

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.allgather import codec, runs
+from narrowcast.allgather import chunks, codec
+from narrowcast.allgather.chunks import Run, make_runs, recut
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.runs import Run, make_runs, recut
+from narrowcast.wire import floats
 
 HASHES = Scheme("exponent", "blocks", block_size=8, block_check="hash")
 SCHEMES = {
@@ -29,7 +29,7 @@ def cut(
     treatments: dict[str, str], dtypes: dict[str, torch.dtype], longest: int
 ) -> tuple[Run, ...]:
     params = [(name, SIZES[name], dtypes[name]) for name in SIZES]
-    with patch.object(runs, "MAX_RUN_VALUES", longest):
+    with patch.object(chunks, "MAX_RUN_VALUES", longest):
         return make_runs(params, {name: SCHEMES[of] for name, of in treatments.items()})
 
 

@@ -5,7 +5,17 @@ import sys
 
 
 def test_calls_do_not_grow_with_groups() -> None:
-    command = [sys.executable, "-m", "narrowcast.scale", "--ranks", "4", "8", "--groups", "2", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_ext.benchmarks.scale",
+        "--ranks",
+        "4",
+        "8",
+        "--groups",
+        "2",
+        "6",
+    ]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     header, *rows = (line.split() for line in output.splitlines())
     found = [dict(zip(header, map(float, row), strict=True)) for row in rows]

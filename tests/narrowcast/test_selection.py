@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from narrowcast.allgather import selection
-from narrowcast.allgather.selection import Group, Option, Shard, as_json, choose, table
+from narrowcast.autotune import solver
+from narrowcast.autotune.solver import Group, Option, Shard, as_json, choose, table
 
 CLOSE = 1e-6  # of plain's time
 
@@ -384,7 +384,7 @@ def test_where_the_program_takes_too_long_the_papers_rule_is_taken(monkeypatch, 
     groups = random_groups(rng, 20, lambda _: 20)
     budget = 300
     assert choose(groups, budget).treatments != choose(groups, budget, "ratio").treatments
-    monkeypatch.setitem(selection._SOLVER, "time_limit", 0.0)
+    monkeypatch.setitem(solver._SOLVER, "time_limit", 0.0)
     late = choose(groups, budget)
     assert late.treatments == choose(groups, budget, "ratio").treatments
     assert late.cache_bytes <= budget

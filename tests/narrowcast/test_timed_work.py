@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.agreement import sharded_groups
-from narrowcast.allgather import calibration, observation, wire
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.coders import CODERS, Zstd, find_coder
-from narrowcast.experts import benchmark
-from narrowcast.floats import LAYOUTS
-from narrowcast.reducescatter import gain
+from narrowcast.autotune import calibration, gradients, sampling
+from narrowcast.wire import packet
+from narrowcast.wire.coders import CODERS, Zstd, find_coder
+from narrowcast.wire.floats import LAYOUTS
+from torchtitan_ext.benchmarks import placement
 
 BF16 = LAYOUTS[torch.bfloat16]
 NUM_VALUES = 1 << 15
@@ -98,11 +98,11 @@ class Work(TorchDispatchMode):
         with (
             patch.object(Zstd, "encode", noted("encode", Zstd.encode, 1)),
             patch.object(Zstd, "decode", noted("decode", Zstd.decode, 1)),
-            patch.object(wire, "checksum", noted("checksum", wire.checksum, 0)),
+            patch.object(packet, "checksum", noted("checksum", packet.checksum, 0)),
             patch.object(dist, "all_gather_single", unseen(dist.all_gather_single)),
             patch.object(dist, "all_reduce", unseen(dist.all_reduce)),
             patch.object(dist, "batch_isend_irecv", unseen(dist.batch_isend_irecv)),
-            patch("narrowcast.clock.time", SimpleNamespace(perf_counter=self.read_clock)),
+            patch("narrowcast.util.time", SimpleNamespace(perf_counter=self.read_clock)),
             self,
         ):
             yield
@@ -173,7 +173,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
     found = []
     for is_first, of_training in zip((True, False), trained, strict=True):
         timed = Work()
-        passage = observation._Passage(scheme, BF16, find_coder("zstd"), counts=True)
+        passage = sampling._Passage(scheme, BF16, find_coder("zstd"), counts=True)
         with timed.watched():
             passage.gather(old_bits if is_first else new_bits, new_bits, is_first)
         segments = _segments(timed)
@@ -204,10 +204,10 @@ def test_nothing_that_is_timed_compares_a_tensor_with_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     old_N = torch.randn(NUM_VALUES, generator=generator).bfloat16().view(torch.int16)
     with work.watched():
-        observation.examine(old_N, old_N ^ 1, BF16, SCHEMES["value"], find_coder("zstd"))
+        sampling.examine(old_N, old_N ^ 1, BF16, SCHEMES["value"], find_coder("zstd"))
     assert work.idle == []
     # What was prepared with what is gathered, of each treatment; the unchanged with what is kept.
-    assert work.done["aten::equal", 2 * NUM_VALUES] == len(observation.TREATMENTS) + 2
+    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sampling.TREATMENTS) + 2
 
 
 def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
@@ -228,7 +228,7 @@ def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
         group.reduce_scatter(output_N, rows_WN.view(-1), group.process_group, dist.ReduceOp.SUM)
     counted.remove()
     with timed.watched():
-        gain._look(values_N, find_coder("zstd"))
+        gradients._look(values_N, find_coder("zstd"))
     start, encoded, decoded, added = timed.marks
     assert added - decoded == {("aten::add_", 4 * NUM_VALUES): 1}  # a row; the first is copied
     trained.done -= Counter({("aten::copy_", 4 * NUM_VALUES): 1, ("aten::add_", 4 * NUM_VALUES): 1})
@@ -289,7 +289,7 @@ def _calibrated() -> tuple[list[Sent], Counter[tuple[str, int]], list[str]]:
 
     with (
         patch.object(calibration, "perf_counter", tick),
-        patch("narrowcast.clock.time", SimpleNamespace(perf_counter=tick)),
+        patch("narrowcast.util.time", SimpleNamespace(perf_counter=tick)),
         noted("all_gather_single"),
         noted("reduce_scatter_single"),
         patch.object(dist, "batch_isend_irecv", noted_swap),
@@ -325,8 +325,8 @@ def test_links_are_measured_by_data_that_no_link_makes_smaller_into_fresh_memory
 
 
 def test_the_search_is_timed_on_layers_that_differ() -> None:
-    with patch.object(benchmark, "make_plan") as make_plan:
-        benchmark.speed(num_layers=3, num_experts=16, num_ranks=4)
+    with patch.object(placement, "make_plan") as make_plan:
+        placement.speed(num_layers=3, num_experts=16, num_ranks=4)
     (trace, num_ranks), _ = make_plan.call_args
     assert num_ranks == 4
     assert not any(torch.equal(trace.ids_LTK[i], trace.ids_LTK[i - 1]) for i in range(3))

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
-from narrowcast.torch_internals import param_groups
-from narrowcast.volume import StepVolume, all_reduce_bytes, count_volume
+from narrowcast.fsdp2 import param_groups
+from narrowcast.telemetry.ledger import StepVolume, all_reduce_bytes, count_volume
 from tests.narrowcast.training import DIM, Setup, build, train
 
 TEACHERS: dict[str, Callable[[Any, Any], Any]] = {

@@ -13,11 +13,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from narrowcast import floats
-from narrowcast.changes import SHARD_TYPES, Changes, count_changes, shard_type
-from narrowcast.floats import LAYOUTS
-from narrowcast.torch_internals import ParamGroup, is_default
-from narrowcast.volume import (
+from narrowcast.attribution import named
+from narrowcast.fsdp2 import ParamGroup, is_default
+from narrowcast.telemetry.changes import SHARD_TYPES, Changes, count_changes, shard_type
+from narrowcast.telemetry.ledger import (
     COLLECTIVES,
     GatherVolume,
     GradientVolume,
@@ -27,9 +26,10 @@ from narrowcast.volume import (
     all_reduce_bytes,
     count_volume,
     ledger_of,
-    named,
     reduce_over_ranks,
 )
+from narrowcast.wire import floats
+from narrowcast.wire.floats import LAYOUTS
 
 
 def group(name: str) -> ParamGroup:

@@ -8,18 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.allgather import codec, wire
-from narrowcast.allgather.codec import Encoded, Form, Scheme
-from narrowcast.allgather.coders import Zstd
-from narrowcast.allgather.wire import (
+from narrowcast import errors
+from narrowcast.allgather import codec
+from narrowcast.allgather.codec import Scheme
+from narrowcast.errors import (
     NarrowcastError,
     OutOfStepError,
     PayloadError,
     SenderError,
     SettingsError,
-    Status,
 )
-from narrowcast.floats import LAYOUTS
+from narrowcast.wire import packet
+from narrowcast.wire.coders import Zstd
+from narrowcast.wire.floats import LAYOUTS
+from narrowcast.wire.packet import Encoded, Form, Status
 
 CODER = Zstd()
 CPU = torch.device("cpu")
@@ -46,7 +48,7 @@ def encode_runs() -> list[Encoded]:
 
 
 def pack(runs: list[Encoded] | None = None, settings: int = 7, sequence: int = 3) -> Tensor:
-    return wire.pack(
+    return packet.pack(
         encode_runs() if runs is None else runs,
         coder=CODER,
         settings=settings,
@@ -58,14 +60,14 @@ def pack(runs: list[Encoded] | None = None, settings: int = 7, sequence: int = 3
 
 def receive(payload: Tensor, num_runs: int) -> list[Encoded]:
     """What a receiver does with what it took for a payload."""
-    size_of_head = wire.head_size(num_runs)
-    head = wire.unpack_head(bytes(payload[:size_of_head].numpy()), num_runs)
+    size_of_head = packet.head_size(num_runs)
+    head = packet.unpack_head(bytes(payload[:size_of_head].numpy()), num_runs)
     body = payload[size_of_head : size_of_head + head.body_size]
-    return wire.unpack_body(head, body)
+    return packet.unpack_body(head, body)
 
 
-def head_of(payload: Tensor, num_runs: int) -> wire.Head:
-    return wire.unpack_head(bytes(payload[: wire.head_size(num_runs)].numpy()), num_runs)
+def head_of(payload: Tensor, num_runs: int) -> packet.Head:
+    return packet.unpack_head(bytes(payload[: packet.head_size(num_runs)].numpy()), num_runs)
 
 
 def damaged_bytes(payload: Tensor):
@@ -89,7 +91,7 @@ def test_runs_cross_in_a_payload_section_by_section_and_decode():
         Form.VALUE_DIFFERENCE,
     ]
     payload = pack(sent)
-    assert payload.numel() == wire.head_size(4) + sum(encoded.size for encoded in sent)
+    assert payload.numel() == packet.head_size(4) + sum(encoded.size for encoded in sent)
     arrived = receive(payload, num_runs=4)
     for i, (one, other) in enumerate(zip(arrived, sent, strict=True)):
         assert one.form == other.form
@@ -104,12 +106,12 @@ def test_a_head_says_what_was_packed():
     runs = tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encode_runs())
     body_size = sum(size for _, sizes in runs for size in sizes)
     coder = (CODER.wire_id, CODER.wire_version)
-    body_checksum = wire.checksum(pack()[wire.head_size(4) :])
-    assert head == wire.Head(Status.OK, coder, 7, 3, body_size, body_checksum, 11, runs)
+    body_checksum = packet.checksum(pack()[packet.head_size(4) :])
+    assert head == packet.Head(Status.OK, coder, 7, 3, body_size, body_checksum, 11, runs)
 
 
 def test_a_head_holds_any_64_bit_digest_and_count():
-    payload = wire.pack(
+    payload = packet.pack(
         [], coder=CODER, settings=2**64 - 1, sequence=2**63, shard_checksum=2**64 - 1, device=CPU
     )
     head = head_of(payload, num_runs=0)
@@ -119,8 +121,8 @@ def test_a_head_holds_any_64_bit_digest_and_count():
 def test_an_unchanged_value_shard_is_a_head_and_nothing_more():
     encoded = codec.encode(OLD[1], OLD[1], Scheme("value"), BF16, CODER)
     payload = pack([encoded])
-    assert payload.numel() == wire.head_size(1)
-    assert wire.head_size(1) < 100
+    assert payload.numel() == packet.head_size(1)
+    assert packet.head_size(1) < 100
     assert receive(payload, num_runs=1)[0].size == 0
 
 
@@ -133,14 +135,14 @@ def test_any_damaged_byte_is_a_payload_error():
 
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
 def test_any_damaged_byte_of_a_shard_of_zeros_is_a_payload_error(size):
-    payload = pack([codec.encode_raw(torch.zeros(size, dtype=torch.int16))])
+    payload = pack([packet.encode_raw(torch.zeros(size, dtype=torch.int16))])
     for damaged in damaged_bytes(payload):
         with pytest.raises(PayloadError):
             receive(damaged, num_runs=1)
 
 
 def test_a_payload_cut_anywhere_is_a_payload_error():
-    zeros = codec.encode_raw(torch.zeros(9, dtype=torch.int16))
+    zeros = packet.encode_raw(torch.zeros(9, dtype=torch.int16))
     for runs in (encode_runs(), [zeros]):
         payload = pack(runs)
         for length in range(payload.numel()):
@@ -149,11 +151,11 @@ def test_a_payload_cut_anywhere_is_a_payload_error():
 
 
 def test_a_body_with_zeros_added_or_taken_is_a_payload_error():
-    payload = pack([codec.encode_raw(torch.zeros(9, dtype=torch.int16))])
-    head, body = head_of(payload, num_runs=1), payload[wire.head_size(1) :]
+    payload = pack([packet.encode_raw(torch.zeros(9, dtype=torch.int16))])
+    head, body = head_of(payload, num_runs=1), payload[packet.head_size(1) :]
     for other in (body[:-1], body[:0], torch.cat([body, body[:1]])):
         with pytest.raises(PayloadError):
-            wire.unpack_body(head, other)
+            packet.unpack_body(head, other)
 
 
 def test_noise_and_empty_slots_are_payload_errors():
@@ -169,14 +171,14 @@ def test_a_head_of_another_number_of_runs_is_a_payload_error(num_runs):
     with pytest.raises(PayloadError):
         receive(pack(), num_runs)
     with pytest.raises(PayloadError):
-        wire.unpack_head(bytes(pack()[: wire.head_size(4)].numpy()), num_runs)
+        packet.unpack_head(bytes(pack()[: packet.head_size(4)].numpy()), num_runs)
 
 
 def test_another_format_is_named(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(wire, "VERSION", 9)
+        patch.setattr(packet, "VERSION", 9)
         later = pack()
-    with pytest.raises(PayloadError, match=f"version 9, this narrowcast reads {wire.VERSION}"):
+    with pytest.raises(PayloadError, match=f"version 9, this narrowcast reads {packet.VERSION}"):
         receive(later, num_runs=4)
     other = pack()
     other[0] = ord("X")
@@ -187,15 +189,15 @@ def test_another_format_is_named(monkeypatch):
 @pytest.mark.parametrize("status_or_form", [Status, Form])
 def test_a_number_that_this_release_does_not_know_is_an_error(status_or_form):
     """Only a peer of another release can send one, for the checksum of the head is sound."""
-    head = bytearray(pack()[: wire.head_size(4)].numpy())
-    offset = 5 if status_or_form is Status else wire.head_size(0) - 4
+    head = bytearray(pack()[: packet.head_size(4)].numpy())
+    offset = 5 if status_or_form is Status else packet.head_size(0) - 4
     head[offset] = 99
     with pytest.raises((PayloadError, ValueError)):
-        wire.unpack_head(with_sound_checksum(bytes(head)), 4)
+        packet.unpack_head(with_sound_checksum(bytes(head)), 4)
 
 
 def test_a_failed_rank_sends_what_went_wrong():
-    payload = wire.pack_failure(
+    payload = packet.pack_failure(
         OSError("не читается"), num_runs=4, settings=7, sequence=3, device=CPU
     )
     assert head_of(payload, num_runs=4).status == Status.FAILED
@@ -208,20 +210,20 @@ def test_a_failed_rank_sends_what_went_wrong():
 
 @pytest.mark.parametrize("message", ["a lone surrogate: \udcff", "long " * 10_000])
 def test_any_message_of_a_failed_rank_arrives(message):
-    payload = wire.pack_failure(OSError(message), num_runs=2, settings=7, sequence=3, device=CPU)
+    payload = packet.pack_failure(OSError(message), num_runs=2, settings=7, sequence=3, device=CPU)
     with pytest.raises(SenderError):
         receive(payload, num_runs=2)
 
 
 def receive_alone(payload: Tensor) -> list[Encoded]:
     """What a receiver does with a payload that was meant for it alone."""
-    return wire.unpack_body(*wire.unpack(payload))
+    return packet.unpack_body(*packet.unpack(payload))
 
 
 @pytest.mark.parametrize("num_runs", [0, 1, 4, 40])
 def test_a_payload_says_itself_how_many_runs_it_has(num_runs):
     sent = (encode_runs() * 10)[:num_runs]
-    head, body = wire.unpack(pack(sent))
+    head, body = packet.unpack(pack(sent))
     assert head == head_of(pack(sent), num_runs)
     assert body.numel() == head.body_size == sum(encoded.size for encoded in sent)
     for one, other in zip(receive_alone(pack(sent)), sent, strict=True):
@@ -230,7 +232,7 @@ def test_a_payload_says_itself_how_many_runs_it_has(num_runs):
 
 
 def test_any_damaged_byte_of_a_payload_for_one_rank_is_a_payload_error():
-    failed = wire.pack_failure(OSError("no"), num_runs=2, settings=7, sequence=0, device=CPU)
+    failed = packet.pack_failure(OSError("no"), num_runs=2, settings=7, sequence=0, device=CPU)
     with pytest.raises(SenderError, match="OSError: no"):
         receive_alone(failed)
     for payload in (pack(), pack([]), failed):
@@ -240,7 +242,7 @@ def test_any_damaged_byte_of_a_payload_for_one_rank_is_a_payload_error():
 
 
 def test_a_payload_for_one_rank_that_is_cut_or_continued_is_a_payload_error():
-    zeros = codec.encode_raw(torch.zeros(9, dtype=torch.int16))
+    zeros = packet.encode_raw(torch.zeros(9, dtype=torch.int16))
     for payload in (pack(), pack([zeros]), pack([])):
         for length in range(payload.numel()):
             with pytest.raises(PayloadError):
@@ -252,17 +254,17 @@ def test_a_payload_for_one_rank_that_is_cut_or_continued_is_a_payload_error():
 def test_blame_falls_on_what_an_error_is_about():
     with (
         pytest.raises(PayloadError, match=r"^the payload does not decode: too short$"),
-        wire.blamed("the payload"),
+        errors.blamed("the payload"),
     ):
         raise ValueError("too short")
     with (
         pytest.raises(SettingsError, match=r"^the payload is of another coder$"),
-        wire.blamed("the payload"),
+        errors.blamed("the payload"),
     ):
         raise SettingsError("is of another coder")
     with (
         pytest.raises(NarrowcastError, match=r"^the payload: MemoryError: 9 bytes$"),
-        wire.blamed("the payload"),
+        errors.blamed("the payload"),
     ):
         raise MemoryError("9 bytes")
 
@@ -270,12 +272,13 @@ def test_blame_falls_on_what_an_error_is_about():
 def test_ranks_that_agree_pass():
     head = head_of(pack(), num_runs=4)
     failed = head_of(
-        wire.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=3, device=CPU), num_runs=4
+        packet.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=3, device=CPU),
+        num_runs=4,
     )
-    wire.check_agreement({0: head})
-    wire.check_agreement({4: head, 6: replace(head, body_size=1, body_checksum=2, runs=())})
-    wire.check_agreement({0: head, 1: failed})  # its message is what is raised
-    wire.check_agreement({0: failed, 1: failed})
+    packet.check_agreement({0: head})
+    packet.check_agreement({4: head, 6: replace(head, body_size=1, body_checksum=2, runs=())})
+    packet.check_agreement({0: head, 1: failed})  # its message is what is raised
+    packet.check_agreement({0: failed, 1: failed})
 
 
 @pytest.mark.parametrize(
@@ -292,19 +295,19 @@ def test_ranks_that_disagree_all_come_to_the_same_named_error(change, error, sai
     head = head_of(pack(), num_runs=4)
     other = replace(head, **change)
     with pytest.raises(error, match=said) as raised:
-        wire.check_agreement({4: head, 6: other})
+        packet.check_agreement({4: head, 6: other})
     assert isinstance(raised.value, NarrowcastError)
     with pytest.raises(error, match="ranks"):
-        wire.check_agreement({0: other, 1: head, 2: head})
+        packet.check_agreement({0: other, 1: head, 2: head})
 
 
 def test_a_failed_rank_out_of_step_is_out_of_step():
-    failed = wire.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=0, device=CPU)
+    failed = packet.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=0, device=CPU)
     with pytest.raises(OutOfStepError):
-        wire.check_agreement({0: head_of(pack(), 4), 1: head_of(failed, 4)})
+        packet.check_agreement({0: head_of(pack(), 4), 1: head_of(failed, 4)})
 
 
-CHECKSUMS = pytest.mark.parametrize("checksum", [wire.checksum, wire.word_checksum])
+CHECKSUMS = pytest.mark.parametrize("checksum", [packet.checksum, packet.word_checksum])
 
 
 @CHECKSUMS

@@ -13,13 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from narrowcast import (
-    NarrowedGradients,
-    NarrowedModel,
-    narrow_all_gather,
-    narrow_reduce_scatter,
-)
-from narrowcast.volume import StepVolume
+from narrowcast import NarrowedGradients, NarrowedModel, narrow_all_gather, narrow_reduce_scatter
+from narrowcast.telemetry.ledger import StepVolume
 
 DIM = 24
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torchtitan.config import ConfigManager
 
 import torchtitan_ext.train
-from narrowcast.experts.routing import RoutingTrace
-from narrowcast.torch_internals import param_groups
+from narrowcast.fsdp2 import param_groups
+from narrowcast.placement.trace import RoutingTrace
 from tests.ranks import Raised
 from tests.torchtitan_ext.test_placement import EP2, LAYERS, TRACE, _placement, _toml
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, build

@@ -19,10 +19,10 @@ from torchtitan_ext import (
     ReduceScatterConfig,
     RoutingTraceConfig,
     VolumeConfig,
-    toml_reference,
     with_narrowcast,
 )
 from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
+from torchtitan_ext.toml import reference
 
 DOCS = Path(__file__).parents[2] / "docs" / "toml.md"
 
@@ -393,12 +393,12 @@ def test_importing_the_package_imports_neither_torch_nor_torchtitan():
 
 def test_the_reference_page_shows_the_sections_as_they_are():
     page = DOCS.read_text(encoding="utf-8")
-    assert toml_reference.with_tables(page) == page
+    assert reference.with_tables(page) == page
     assert "| `block_size` | `int` | `512` | an integer from 1 to 262144 |" in page
 
 
 def test_the_largest_block_is_the_librarys_largest_run():
-    from narrowcast.allgather.runs import MAX_RUN_VALUES
+    from narrowcast.config import MAX_RUN_VALUES
     from torchtitan_ext.config import MAX_BLOCK_SIZE
 
     assert MAX_BLOCK_SIZE == MAX_RUN_VALUES

@@ -10,8 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-from torchtitan_ext import demo, runs
-from torchtitan_ext.comparison import Job, RunSummary, compare, parameter_difference, tables
+from torchtitan_ext.benchmarks import demo, runs
+from torchtitan_ext.benchmarks.comparison import (
+    Job,
+    RunSummary,
+    compare,
+    parameter_difference,
+    tables,
+)
 
 # Of dcp.save without a process group, which says so.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

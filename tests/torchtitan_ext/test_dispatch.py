@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast.experts.routing import RoutingTrace, load_trace
-from narrowcast.experts.routing_error import RoutingError
-from narrowcast.volume import Ledger, reduce_over_ranks
+from narrowcast.moe.routing_error import RoutingError
+from narrowcast.placement.trace import RoutingTrace, load_trace
+from narrowcast.telemetry.ledger import Ledger, reduce_over_ranks
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.test_placement import (
@@ -149,7 +149,7 @@ def test_shared_experts_are_computed_while_rows_are_under_way(ranks, folder: Pat
 
 def _events(toml: str, *flags: str) -> list[str]:
     """What happens in a step: exchanges start and finish, shared experts compute."""
-    from narrowcast.experts import dispatch
+    from narrowcast.moe import dispatch
 
     events: list[str] = []
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast.experts.dispatch import combine, dispatch, one_level
+from narrowcast.moe.dispatch import combine, dispatch, one_level
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, write_toml
-from torchtitan_ext import dispatch_benchmark
-from torchtitan_ext.dispatch_benchmark import (
+from torchtitan_ext.benchmarks import dispatch as dispatch_benchmark
+from torchtitan_ext.benchmarks.dispatch import (
     PASSES,
     Exchanges,
     Measured,

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 
 from tests.torchtitan_ext.tiny import write_toml
-from torchtitan_ext import link_benchmark
-from torchtitan_ext.link_benchmark import KINDS, VARIANTS, measure, table
+from torchtitan_ext.benchmarks import link
+from torchtitan_ext.benchmarks.link import KINDS, VARIANTS, measure, table
 
 
 def _measured(toml: str) -> dict[str, tuple[list[Counter[str]], int]]:
@@ -19,7 +19,7 @@ def _measured(toml: str) -> dict[str, tuple[list[Counter[str]], int]]:
     compat.apply()
     cpu.apply()
     flags = ["--job.config_file", toml, "--training.steps", "2"]
-    with patch("torchtitan.trainer.time.sleep"), patch.object(link_benchmark.sys, "argv", ["it"]):
+    with patch("torchtitan.trainer.time.sleep"), patch.object(link.sys, "argv", ["it"]):
         return {name: measure([*flags, *variant.split()]) for name, variant in VARIANTS.items()}
 
 
@@ -40,7 +40,7 @@ def test_a_collective_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch)
     def passes(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(link_benchmark, "time", clock)
+    monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr("torch.distributed.barrier", lambda: passes(100))
     work = SimpleNamespace(wait=lambda: passes(4))
 
@@ -48,7 +48,7 @@ def test_a_collective_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch)
         passes(2)
         return work
 
-    watch = link_benchmark.Stopwatch(started=0.0)
+    watch = link.Stopwatch(started=0.0)
     assert watch.timed("all_gather", start)() is work
     watch.timed("all_gather", lambda: passes(8))()
     watch.end_step()

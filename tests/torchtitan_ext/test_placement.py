@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from narrowcast.experts.placement import Placement, load_placement
-from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.placement.placement import Placement, load_placement
+from narrowcast.placement.trace import RoutingTrace, load_trace
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, build, norms, train, train_plain, write_toml

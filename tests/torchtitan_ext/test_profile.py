@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import cli
-from narrowcast.allgather.selection import Choice, Group, Option, Shard
-from narrowcast.reducescatter.gain import Reduction
+from narrowcast.autotune.gradients import Reduction
+from narrowcast.autotune.solver import Choice, Group, Option, Shard
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
-from torchtitan_ext import checking, profile
+from torchtitan_ext import checking
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from torchtitan_ext.launch import LAUNCHED
-from torchtitan_ext.profile_job import observed_job
-from torchtitan_ext.recommendation import recommend
-from torchtitan_ext.toml import load_config
+from torchtitan_ext.profile import command
+from torchtitan_ext.profile.job import observed_job
+from torchtitan_ext.profile.recommendation import recommend
+from torchtitan_ext.toml.load import load_config
 
 STEPS = 6
 
@@ -46,11 +47,11 @@ def _profiled(toml: str) -> tuple[list[float], list[float]]:
     flags += ["--checkpoint.enable", "--checkpoint.interval", "2"]
     with (
         patch("torchtitan.trainer.time.sleep"),
-        patch.object(profile.sys, "argv", ["it"]),
+        patch.object(command.sys, "argv", ["it"]),
         patch.object(MetricsProcessor, "log", record),
         patch.object(dist, "destroy_process_group"),
     ):
-        profile.main(flags)
+        command.main(flags)
     return losses, train_plain(toml, "--training.steps", str(STEPS)).losses
 
 
@@ -98,8 +99,8 @@ def test_a_profiled_job_trains_as_plain_fsdp2_does_and_all_is_written(
 def test_what_is_wrong_is_said_before_anything_is_trained(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile.sys, "argv", ["it"])
-    monkeypatch.setattr(profile, "profile", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr(command.sys, "argv", ["it"])
+    monkeypatch.setattr(command, "profile", lambda *_: pytest.fail("it was trained"))
     file = folder / "a_file"
     file.touch()
     toml = write_toml(folder, folder / "corpus", folder / "unwritable")
@@ -111,7 +112,7 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
         (["--job.config_file", "no.toml"], "no.toml"),
     ):
         with pytest.raises(SystemExit) as raised:
-            profile.main(flags)
+            command.main(flags)
         assert raised.value.code == 2
         assert message in capsys.readouterr().err
 
@@ -120,9 +121,9 @@ def test_what_is_wrong_is_said_before_anything_is_trained(
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """What the process of `narrowcast profile` became."""
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(profile.sys, "argv", ["narrowcast", "profile"])
+    monkeypatch.setattr(command.sys, "argv", ["narrowcast", "profile"])
     commands: list[list[str]] = []
-    monkeypatch.setattr(profile.os, "execv", lambda _, command: commands.append(command))
+    monkeypatch.setattr(command.os, "execv", lambda _, command: commands.append(command))
     return commands
 
 
@@ -130,21 +131,21 @@ def test_ranks_are_started_by_torchruns_launcher(
     folder: Path, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toml = str(write_toml(folder, folder / "corpus", folder / "started"))
-    profile.launch(4, ["--job.config_file", toml])
+    command.launch(4, ["--job.config_file", toml])
     ((_, *arguments),) = started
     assert arguments[:3] == ["-m", "torch.distributed.run", "--standalone"]
     assert arguments[3:5] == ["--nproc-per-node", "4"]
     assert arguments[5:] == ["-m", "torchtitan_ext.profile", "--job.config_file", toml]
-    assert profile.sys.argv == ["narrowcast", "profile"]
+    assert command.sys.argv == ["narrowcast", "profile"]
     with pytest.raises(ValueError, match=r"1 rank: .* give --ranks"):
-        profile.launch(1, [])
+        command.launch(1, [])
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="--ranks 4: this machine has 2 accelerators"):
-        profile.launch(4, [])
+        command.launch(4, [])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="torchrun has started the ranks"):
-        profile.launch(4, [])
+        command.launch(4, [])
 
 
 @pytest.mark.parametrize(
@@ -176,10 +177,10 @@ def test_what_is_wrong_is_said_before_any_rank_is_started(
 def test_a_rank_without_a_launcher_is_told_how_to_start(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profile.sys, "argv", ["it"])
+    monkeypatch.setattr(command.sys, "argv", ["it"])
     toml = str(write_toml(folder, folder / "corpus", folder / "alone"))
     with pytest.raises(SystemExit) as raised:
-        profile.main(["--job.config_file", toml])
+        command.main(["--job.config_file", toml])
     assert raised.value.code == 2
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().err
 
@@ -188,16 +189,16 @@ def test_a_job_that_is_too_short_to_tell_ends_in_one_line(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def profiled(*_: Any) -> None:
-        raise profile.ProfileError("the job's data ended")
+        raise command.ProfileError("the job's data ended")
 
     for name, value in zip(LAUNCHED, ("0", "1", "localhost", "1"), strict=True):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(profile.sys, "argv", ["it"])
-    monkeypatch.setattr(profile, "profile", profiled)
+    monkeypatch.setattr(command.sys, "argv", ["it"])
+    monkeypatch.setattr(command, "profile", profiled)
     monkeypatch.setattr(checking, "_check_sharded", lambda *_: None)  # this is one rank
     toml = str(write_toml(folder, folder / "corpus", folder / "short"))
     with pytest.raises(SystemExit) as raised:
-        profile.main(["--job.config_file", toml])
+        command.main(["--job.config_file", toml])
     assert raised.value.code == 2
     assert capsys.readouterr().err == "torchtitan_ext.profile: the job's data ended\n"
 
@@ -277,7 +278,7 @@ def _event(name: str, shape: list[int] | None = None) -> SimpleNamespace:
 )
 def test_collectives_are_told_by_the_names_of_their_events(on_cpu, event, kind) -> None:
     watch = SimpleNamespace(_on_cpu=on_cpu, _reduced={128})
-    assert profile._Watch._kind(watch, event) == kind
+    assert command._Watch._kind(watch, event) == kind
 
 
 def test_of_each_collective_the_rank_counts_that_waits_least() -> None:
@@ -285,7 +286,7 @@ def test_of_each_collective_the_rank_counts_that_waits_least() -> None:
         [("all_gather", 4.0), ("all_reduce", 1.0), ("all_gather", 1.0)],
         [("all_gather", 2.0), ("all_gather", 3.0)],
     ]
-    seconds = profile._seconds_a_step(ranks, num_steps=2)
+    seconds = command._seconds_a_step(ranks, num_steps=2)
     assert seconds == {"all_gather": (2.0 + 1.0) / 2, "all_reduce": 0.5}
 
 

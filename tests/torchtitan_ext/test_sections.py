@@ -12,8 +12,8 @@ import pytest
 import torch
 from torchtitan.trainer import Trainer
 
-from narrowcast.experts.routing import load_trace
-from narrowcast.torch_internals import is_default, param_groups
+from narrowcast.fsdp2 import is_default, param_groups
+from narrowcast.placement.trace import load_trace
 from tests.ranks import Ranks
 from tests.torchtitan_ext.test_placement import (
     EP2,

@@ -9,12 +9,12 @@ from unittest.mock import patch
 
 import pytest
 
-from narrowcast.allgather import api
-from narrowcast.allgather.observation import Observer
-from narrowcast.allgather.selection import Choice, Group, Option, Shard
+from narrowcast import all_gather
+from narrowcast.autotune.sampling import Observer
+from narrowcast.autotune.solver import Choice, Group, Option, Shard
 from tests.torchtitan_ext.tiny import write_toml
-from torchtitan_ext import link_benchmark, selection_benchmark
-from torchtitan_ext.selection_benchmark import AUTO, PLAIN, predicted_gathers, run, summary, table
+from torchtitan_ext.benchmarks import link, selection
+from torchtitan_ext.benchmarks.selection import AUTO, PLAIN, predicted_gathers, run, summary, table
 
 
 def _run(toml: str) -> tuple[dict[str, dict[str, Any]], int]:
@@ -24,9 +24,9 @@ def _run(toml: str) -> tuple[dict[str, dict[str, Any]], int]:
     cpu.apply()
     with (
         patch("torchtitan.trainer.time.sleep"),
-        patch.object(api, "Observer", partial(Observer, share=math.inf)),
-        patch.object(link_benchmark.sys, "argv", ["it"]),
-        patch.multiple(selection_benchmark, FIXED=("value",), STEPS=1, _AUTO_WARM_UP=3, _COLD=1),
+        patch.object(all_gather, "Observer", partial(Observer, share=math.inf)),
+        patch.object(link.sys, "argv", ["it"]),
+        patch.multiple(selection, FIXED=("value",), STEPS=1, _AUTO_WARM_UP=3, _COLD=1),
     ):
         return run(["--job.config_file", toml])
 
@@ -48,7 +48,7 @@ def test_predictions_are_those_of_the_controllers_choice() -> None:
     whole_numbers = Shard("b", "other", 8, 1.0, {"raw": raw})
     group = Group("g", (coded, whole_numbers), plain_latency=1.0, overhead=2.0)
     choice = Choice({}, 5.0, 4.5, 0, None, {}, 5.0, 0)
-    with patch.object(selection_benchmark, "FIXED", ("raw", "value")):
+    with patch.object(selection, "FIXED", ("raw", "value")):
         predicted = predicted_gathers([group], choice)
     assert predicted == {PLAIN: 5.0, AUTO: 4.5, "raw": 10.0, "value": 7.0}
 

@@ -11,9 +11,9 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 import torchtitan_ext.train
-from torchtitan_ext import toml
 from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
-from torchtitan_ext.toml import TomlError, load_config, to_toml
+from torchtitan_ext.toml import load as toml_load
+from torchtitan_ext.toml.load import TomlError, load_config, to_toml
 
 QWEN = '[base]\nmodule = "qwen3"\nconfig = "qwen3_moe_debug"\n'
 DEEPSEEK = '[base]\nmodule = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n'
@@ -646,6 +646,6 @@ def test_every_toml_example_of_the_reference_page_loads(load):
     ],
 )
 def test_values_are_written_so_that_toml_reads_them_back(value, written):
-    assert toml.to_literal(value) == written
-    read = toml.tomllib.loads(f"x = {written}")["x"]
+    assert toml_load.to_literal(value) == written
+    read = toml_load.tomllib.loads(f"x = {written}")["x"]
     assert read == ("None" if value is None else list(value) if type(value) is tuple else value)

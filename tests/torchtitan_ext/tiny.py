@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowcast.torch_internals import is_default, param_groups
+from narrowcast.fsdp2 import is_default, param_groups
 
 TOML = """
 hf_assets_path = "{corpus}"

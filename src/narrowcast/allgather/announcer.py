@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from narrowcast.allgather.exchange import largest_sizes
-from narrowcast.volume import all_reduce_bytes, named
+from narrowcast.attribution import named
+from narrowcast.telemetry.ledger import all_reduce_bytes
+from narrowcast.wire.exchange import largest_sizes
 
 if TYPE_CHECKING:
     from narrowcast.allgather.comm import NarrowAllGather

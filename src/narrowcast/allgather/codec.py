@@ -20,59 +20,20 @@ treatment would not win, a simpler form is used: nothing is ever larger than raw
 """
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from narrowcast import floats
-from narrowcast.allgather.coders import Coder
-from narrowcast.floats import FloatLayout
+from narrowcast.wire import floats
+from narrowcast.wire.coders import Coder
+from narrowcast.wire.floats import FloatLayout
+from narrowcast.wire.packet import Encoded, Form, encode_raw
 
 Treatment = Literal["value", "exponent", "coded", "raw"]
 ExponentExchange = Literal["difference", "blocks"]
 BlockCheck = Literal["compare", "hash"]
-
-
-class Form(IntEnum):
-    """What the sections of an encoded shard hold; the number travels on the wire."""
-
-    RAW = 0  # bits
-    CODED = 1  # sign-and-mantissa plane, coded exponents
-    EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
-    EXPONENT_DIFFERENCE = 3  # sign-and-mantissa plane, coded difference of exponents
-    VALUE_DIFFERENCE = 4  # coded byte planes of the difference; nothing if unchanged
-    # Of gradients (``narrowcast.reducescatter.codec``):
-    ZEROS = 5  # nothing
-    PLANES = 6  # sign-and-mantissa plane, coded where that is smaller; coded exponents
-    HALVES = 7  # PLANES of the upper 16 bits; byte planes of the lower, coded where that is smaller
-
-
-SECTIONS: dict[Form, int] = {
-    Form.RAW: 1,
-    Form.CODED: 2,
-    Form.EXPONENT_BLOCKS: 3,
-    Form.EXPONENT_DIFFERENCE: 2,
-    Form.VALUE_DIFFERENCE: 1,
-    Form.ZEROS: 0,
-    Form.PLANES: 2,
-    Form.HALVES: 3,
-}
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """One encoded shard: its form and its uint8 sections, empty where there is nothing to say."""
-
-    form: Form
-    sections: tuple[Tensor, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all sections."""
-        return sum(section.numel() for section in self.sections)
 
 
 @dataclass(frozen=True)
@@ -196,10 +157,6 @@ def decode(
             exponents_N = _replace_blocks(kept_N, bitmap, section, scheme.block_size, coder)
     _expect_size(plane, floats.sign_mantissa_bytes(num_values, layout), "sign and mantissa")
     return floats.merge(exponents_N, plane, layout)
-
-
-def encode_raw(bits_N: Tensor) -> Encoded:
-    return Encoded(Form.RAW, (bits_N.contiguous().view(torch.uint8),))
 
 
 def encode_coded(bits_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:

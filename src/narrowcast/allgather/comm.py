@@ -25,25 +25,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.allgather import codec, wire
+from narrowcast import errors
+from narrowcast.allgather import codec
 from narrowcast.allgather.announcer import Announcer
-from narrowcast.allgather.codec import Encoded, Form, Scheme
-from narrowcast.allgather.coders import Coder
-from narrowcast.allgather.exchange import start_round
+from narrowcast.allgather.chunks import Run, make_runs, recut
+from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.offload import Foresight, HostCopies, Kept
-from narrowcast.allgather.runs import Run, make_runs, recut
-from narrowcast.changes import Changes, count_changes, shard_type
-from narrowcast.failure import Job
-from narrowcast.modes import ordinary, own_mode
-from narrowcast.torch_internals import (
+from narrowcast.attribution import named
+from narrowcast.errors import Job
+from narrowcast.fsdp2 import (
     AllGather,
     DefaultAllocMixin,
     ParamGroup,
     ShardedParam,
     WorkThatFinishes,
 )
-from narrowcast.volume import Ledger, all_reduce_bytes, named
+from narrowcast.telemetry.changes import Changes, count_changes, shard_type
+from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes
+from narrowcast.util import ordinary, own_mode
+from narrowcast.wire import floats, packet
+from narrowcast.wire.coders import Coder
+from narrowcast.wire.exchange import start_round
+from narrowcast.wire.packet import Encoded, Form
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ class GroupState:
 
     @property
     def head_size(self) -> int:
-        return wire.head_size(len(self.runs))
+        return packet.head_size(len(self.runs))
 
     @property
     def next_size(self) -> int:
@@ -201,7 +204,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         rows = output_tensor.view(group.size(), -1).view(torch.uint8)
         state = self.state_of(group)
         if state.shard_bytes != shard_bytes.numel():
-            raise wire.SettingsError(
+            raise errors.SettingsError(
                 f"{self._subject(None)} FSDP2 gathers {shard_bytes.numel()} bytes a rank, but its "
                 f"parameters have {state.shard_bytes}: they were changed in a way that is not "
                 "known here. Narrow the model after all changes of its parameters"
@@ -301,7 +304,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             runs=runs,
             settings=int.from_bytes(digest[:8], "little"),
             kept=Kept(world_size, len(runs), self.copies),
-            slot_size=wire.head_size(len(runs)),
+            slot_size=packet.head_size(len(runs)),
         )
 
     @contextmanager
@@ -322,17 +325,17 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
                 codec.encode(run.bits(shard_bytes), kept_of_run, run.scheme, run.layout, self.coder)
                 for run, kept_of_run in zip(state.runs, kept, strict=True)
             ]
-            payload = wire.pack(
+            payload = packet.pack(
                 encoded,
                 coder=self.coder,
                 settings=state.settings,
                 sequence=state.sequence,
-                shard_checksum=wire.checksum(shard_bytes) if self._verifies(state) else 0,
+                shard_checksum=packet.checksum(shard_bytes) if self._verifies(state) else 0,
                 device=device,
             )
             changes = self._changes(state, kept, shard_bytes) if self.ledger else {}
         except Exception as error:
-            payload = wire.pack_failure(
+            payload = packet.pack_failure(
                 error,
                 num_runs=len(state.runs),
                 settings=state.settings,
@@ -375,7 +378,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         ranks = dist.get_process_group_ranks(group)
         heads = self._read_heads(state, ranks, slots)
         with self._blamed():
-            wire.check_agreement(heads)
+            packet.check_agreement(heads)
         sizes = [head.body_size for head in heads.values()]
         needed = state.head_size + max(sizes)
         sent_bytes = state.slot_size
@@ -387,7 +390,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             bodies = slots[:, state.head_size :]
         for r, rank in enumerate(ranks):
             with self._blamed(rank), self._timed():
-                encoded = wire.unpack_body(heads[rank], bodies[r, : sizes[r]])
+                encoded = packet.unpack_body(heads[rank], bodies[r, : sizes[r]])
                 own_shard = prepared.shard_bytes if r == group.rank() else None
                 self._decode(state, r, encoded, rows[r], own_shard)
         if self._verifies(state):
@@ -405,16 +408,16 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
 
     def _read_heads(
         self, state: GroupState, ranks: list[int], slots: Tensor
-    ) -> dict[int, wire.Head]:
+    ) -> dict[int, packet.Head]:
         data, num_runs = slots[:, : state.head_size].cpu().numpy(), len(state.runs)
         heads = {}
         for rank, row, slot in zip(ranks, data, slots, strict=True):
             with self._blamed(rank):
                 head = row.tobytes()
-                if wire.num_runs_of(head) == num_runs:
-                    heads[rank] = wire.unpack_head(head, num_runs)
+                if packet.num_runs_of(head) == num_runs:
+                    heads[rank] = packet.unpack_head(head, num_runs)
                 else:  # of other parameters or settings, which is for all heads to tell
-                    heads[rank], _ = wire.unpack(slot)
+                    heads[rank], _ = packet.unpack(slot)
         return heads
 
     def _decode(
@@ -444,11 +447,15 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
                 state.kept.keep(r, i, to_keep)
 
     def _verify(
-        self, ranks: list[int], group: dist.ProcessGroup, heads: dict[int, wire.Head], rows: Tensor
+        self,
+        ranks: list[int],
+        group: dist.ProcessGroup,
+        heads: dict[int, packet.Head],
+        rows: Tensor,
     ) -> None:
         """Compares checksums of all rows with those that the senders took before encoding."""
         differs = [
-            wire.checksum(row) != head.shard_checksum
+            packet.checksum(row) != head.shard_checksum
             for row, head in zip(rows, heads.values(), strict=True)
         ]
         wrong = torch.tensor(differs, dtype=torch.int32, device=rows.device)
@@ -459,14 +466,14 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         blamed = [rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong]
         if blamed:
             with self._blamed(blamed[0]):
-                raise wire.VerificationError(
+                raise errors.VerificationError(
                     "was not rebuilt as it was sent, on at least one rank: caches differ. Call "
                     "reset() of the handle on every rank, or restart from the last checkpoint"
                 )
 
     def _blamed(self, rank: int | None = None) -> AbstractContextManager[None]:
         """Says in an error which gather, and whose payload, it is about."""
-        return wire.blamed(self._subject(rank))
+        return errors.blamed(self._subject(rank))
 
     def _subject(self, rank: int | None) -> str:
         names = self.group.names
@@ -474,7 +481,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return gather if rank is None else f"{gather} the payload of rank {rank}"
 
 
-def _size_if_unchanged(runs: tuple[Run, ...], head: wire.Head) -> int:
+def _size_if_unchanged(runs: tuple[Run, ...], head: packet.Head) -> int:
     """Bytes of the body of this rank's next payload if its shard does not change until then."""
     size = 0
     for run, (form, sections) in zip(runs, head.runs, strict=True):

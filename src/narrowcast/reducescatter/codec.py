@@ -22,10 +22,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from narrowcast import floats
-from narrowcast.allgather.codec import Encoded, Form, encode_raw
-from narrowcast.allgather.coders import Coder
-from narrowcast.floats import LAYOUTS
+from narrowcast.wire import floats
+from narrowcast.wire.coders import Coder
+from narrowcast.wire.floats import LAYOUTS
+from narrowcast.wire.packet import Encoded, Form, encode_raw
 
 Treatment = Literal["coded", "raw"]
 

@@ -19,22 +19,23 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.agreement import raise_alike
-from narrowcast.allgather import wire
-from narrowcast.allgather.coders import Coder
-from narrowcast.allgather.exchange import exchange
-from narrowcast.allgather.runs import MAX_RUN_VALUES
-from narrowcast.failure import Job
-from narrowcast.reducescatter import codec
-from narrowcast.reducescatter.codec import Treatment
-from narrowcast.torch_internals import (
+from narrowcast import errors
+from narrowcast.attribution import named
+from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.errors import Job, raise_alike
+from narrowcast.fsdp2 import (
     DefaultAllocMixin,
     ParamGroup,
     ReduceScatter,
     WorkThatFinishes,
     reduction,
 )
-from narrowcast.volume import Ledger, all_reduce_bytes, named
+from narrowcast.reducescatter import codec
+from narrowcast.reducescatter.codec import Treatment
+from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes
+from narrowcast.wire import packet
+from narrowcast.wire.coders import Coder
+from narrowcast.wire.exchange import exchange
 
 
 @dataclass
@@ -87,7 +88,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     def _exchange(self, rows_WN: Tensor, group: dist.ProcessGroup) -> None:
         """Swaps the rows for other ranks with what those send: ``rows_WN[s]`` is rank s's share."""
         settings = self._settings(rows_WN)
-        error: wire.NarrowcastError | None = None
+        error: errors.NarrowcastError | None = None
         sent_bytes = num_zeros = 0
 
         def payload_for(receiver: int) -> Tensor:
@@ -103,9 +104,9 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         for sender, payload in exchange(payload_for, group):
             route = f"from rank {ranks[sender]} to rank {ranks[group.rank()]}"
             try:
-                with wire.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
+                with errors.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
                     self._decode(rows_WN[sender], payload, settings)
-            except wire.NarrowcastError as wrong:
+            except errors.NarrowcastError as wrong:
                 error = error or wrong
             del payload  # or it would live until the next one comes
         raise_alike(error, group, rows_WN.device)
@@ -126,7 +127,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         """What a rank cannot encode it tells the one that waits for it."""
         runs = row_N.split(MAX_RUN_VALUES)
         try:
-            return wire.pack(
+            return packet.pack(
                 [codec.encode(run, self.treatment, self.coder) for run in runs],
                 coder=self.coder,
                 settings=settings,
@@ -135,26 +136,26 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
                 device=row_N.device,
             )
         except Exception as error:
-            return wire.pack_failure(
+            return packet.pack_failure(
                 error, num_runs=len(runs), settings=settings, sequence=0, device=row_N.device
             )
 
     def _decode(self, row_N: Tensor, payload: Tensor, settings: int) -> None:
         """Checks a payload, and decodes it into ``row_N``."""
-        head, body = wire.unpack(payload)
+        head, body = packet.unpack(payload)
         if head.settings != settings:
-            raise wire.SettingsError(
+            raise errors.SettingsError(
                 "holds other gradients than are due here, by their number, dtype or treatment: "
                 "give every rank the same model, mesh, treatment and reduce dtype, and let the "
                 "same parameters have gradients on all"
             )
         coder = (self.coder.wire_id, self.coder.wire_version)
-        if head.status == wire.Status.OK and head.coder != coder:
-            raise wire.SettingsError(
+        if head.status == packet.Status.OK and head.coder != coder:
+            raise errors.SettingsError(
                 f"is coded by (id, version) {head.coder}, this rank's coder is {coder}: install "
                 "the same releases on every rank"
             )
-        encoded_runs = wire.unpack_body(head, body)
+        encoded_runs = packet.unpack_body(head, body)
         for run, encoded in zip(row_N.split(MAX_RUN_VALUES), encoded_runs, strict=True):
             codec.decode_into(run, encoded, self.coder)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.experts.dispatch import (
+from narrowcast.moe.dispatch import (
     Counter,
     Dispatched,
     Level,
@@ -18,7 +18,7 @@ from narrowcast.experts.dispatch import (
     one_level,
     two_levels,
 )
-from narrowcast.experts.swiglu import swiglu_experts
+from narrowcast.moe.swiglu import swiglu_experts
 
 Results = dict[str, Tensor]
 """Of a forward and a backward: y, and the gradients of x, prob, w1, w2 and w3, or None."""

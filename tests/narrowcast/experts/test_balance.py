@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.experts.balance import greedy, limit_of, packed, part_loads
-from narrowcast.experts.enumeration import all_divisions
+from narrowcast.placement.balance import greedy, limit_of, packed, part_loads
+from narrowcast.placement.enumeration import all_divisions
 
 
 def skewed(num_units: int, seed: int) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.experts.brim import (
+from narrowcast.moe.brim import (
     Assignments,
     Brim,
     assign,

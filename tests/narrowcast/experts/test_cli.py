@@ -13,12 +13,12 @@ import torch
 
 from narrowcast import cli
 from narrowcast.cli import main
-from narrowcast.experts import routers, routing
-from narrowcast.experts.correlation import coselection
-from narrowcast.experts.effort import Effort
-from narrowcast.experts.placement import Placement, contiguous, load_placement
-from narrowcast.experts.planning import HELD_OUT, Plan
-from narrowcast.experts.routing import RoutingTrace
+from narrowcast.placement import routers, trace
+from narrowcast.placement.correlation import coselection
+from narrowcast.placement.effort import Effort
+from narrowcast.placement.placement import Placement, contiguous, load_placement
+from narrowcast.placement.planning import HELD_OUT, Plan
+from narrowcast.placement.trace import RoutingTrace
 
 LAYERS = ("layers.1.moe", "layers.2.moe")
 # Expert e is always selected with e + 4 in the first layer, and with e ^ 1 in the second.
@@ -427,8 +427,8 @@ def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
     trace_file, tmp_path, capsys, monkeypatch
 ):
     """Where today's writer would not write it."""
-    monkeypatch.setattr(routing, "_described", lambda _: None)
-    monkeypatch.setattr(routing, "_check_values", lambda _: None)
+    monkeypatch.setattr(trace, "_described", lambda _: None)
+    monkeypatch.setattr(trace, "_check_values", lambda _: None)
     ids_LTK = make_trace().ids_LTK.clone()
     ids_LTK[1, 5] = 3
     replace(make_trace(), layers=("a", "a")).save(tmp_path / "layers twice")
@@ -475,10 +475,10 @@ def test_what_cannot_be_planned_is_told_and_nothing_is_written(
 
 
 def test_a_job_is_profiled_with_the_flags_of_torchtitan(monkeypatch):
-    from torchtitan_ext import profile
+    from torchtitan_ext.profile import command as profile_command
 
     calls = []
-    monkeypatch.setattr(profile, "launch", lambda *arguments: calls.append(arguments) or 3)
+    monkeypatch.setattr(profile_command, "launch", lambda *arguments: calls.append(arguments) or 3)
     command = "profile --training.seq_len 8 --ranks 4 --job.config_file x.toml --profile.steps 9 -x"
     assert main(command.split()) == 3
     ours = ["--job.config_file", "x.toml", "--profile.steps", "9"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.experts.correlation import (
+from narrowcast.placement.correlation import (
     MIN_TOKENS,
     coselection,
     first_order,

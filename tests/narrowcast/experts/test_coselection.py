@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from narrowcast.experts.correlation import coselection
-from narrowcast.experts.coselection import CoselectionCounts, load_coselection, measure_counts
-from narrowcast.experts.enumeration import all_divisions
-from narrowcast.experts.metrics import measure
-from narrowcast.experts.placement import from_parts
-from narrowcast.experts.planning import make_plan, placement_of, plan
-from narrowcast.experts.routing import RoutingTrace
+from narrowcast.placement.correlation import coselection
+from narrowcast.placement.coselection import CoselectionCounts, load_coselection, measure_counts
+from narrowcast.placement.enumeration import all_divisions
+from narrowcast.placement.metrics import measure
+from narrowcast.placement.placement import from_parts
+from narrowcast.placement.planning import make_plan, placement_of, plan
+from narrowcast.placement.trace import RoutingTrace
 
 LLAMA_MOE = Path(__file__).parents[2] / "data" / "llama_moe_8e_top2_layers0-15.npz"
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from narrowcast.experts.brim import merge, scatter
-from narrowcast.experts.dispatch import Dispatched, dispatch, one_level, two_levels
+from narrowcast.moe.brim import merge, scatter
+from narrowcast.moe.dispatch import Dispatched, dispatch, one_level, two_levels
 from tests.narrowcast.experts.moe_layer import (
     WEIGHTS,
     MoELayer,

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.experts import dispatch as module
-from narrowcast.experts.dispatch import RowLayout, combine, dispatch
+from narrowcast.moe import dispatch as module
+from narrowcast.moe.dispatch import RowLayout, combine, dispatch
 from tests.narrowcast.experts.moe_layer import (
     MoELayer,
     deduplicated,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from narrowcast.experts import files
-from narrowcast.experts.files import check_writable, whole, write_text
+from narrowcast import util
+from narrowcast.util import check_writable, whole, write_text
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkey
 
     for place in ("fsync", "open"):
         with monkeypatch.context() as patched:
-            patched.setattr(files.os, place, full)
+            patched.setattr(util.os, place, full)
             with pytest.raises(OSError, match="/file cannot be written: No space left") as raised:
                 write_text(tmp_path / "file", "new")
         assert raised.value.errno == 28
@@ -144,7 +144,7 @@ _TOO_MUCH = """
 import resource, sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
-from narrowcast.experts.files import whole
+from narrowcast.util import whole
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 for write in (

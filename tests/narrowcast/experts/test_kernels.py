@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.experts import gpu_check, kernels, swiglu
-from narrowcast.experts.brim import assign, build_brim
-from narrowcast.experts.gpu_check import RESULTS, Problem, Shape, looped_experts
-from narrowcast.experts.swiglu import ExpertRows
+from narrowcast.moe import kernels, swiglu
+from narrowcast.moe.brim import assign, build_brim
+from narrowcast.moe.swiglu import ExpertRows
+from torchtitan_ext.benchmarks import gpu_check
+from torchtitan_ext.benchmarks.gpu_check import RESULTS, Problem, Shape, looped_experts
 
 Results = tuple[Tensor, ...]
 Call = Callable[..., Any]

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.experts.metrics import (
+from narrowcast.placement.metrics import (
     measure,
     measure_layer,
     placement_table,
     rows_bounds,
     rows_per_token,
 )
-from narrowcast.experts.placement import Placement, contiguous
-from narrowcast.experts.routers import measure_router
-from narrowcast.experts.routing import RoutingTrace
-from narrowcast.tables import aligned
+from narrowcast.placement.placement import Placement, contiguous
+from narrowcast.placement.routers import measure_router
+from narrowcast.placement.trace import RoutingTrace
+from narrowcast.util import aligned
 
 # Two experts a rank, ranks 0 and 1 on the first node.
 RANK_E = torch.arange(8) // 2

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from narrowcast.experts import parallel
+from narrowcast.placement import parallel
 from tests.wide import wide_but
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowcast.experts import enumeration
-from narrowcast.experts.balance import greedy, packed, part_loads
-from narrowcast.experts.enumeration import all_divisions
-from narrowcast.experts.partition import (
+from narrowcast.placement import enumeration
+from narrowcast.placement.balance import greedy, packed, part_loads
+from narrowcast.placement.enumeration import all_divisions
+from narrowcast.placement.partition import (
     RoutedSets,
     contiguous,
     occult,
@@ -22,7 +22,7 @@ from narrowcast.experts.partition import (
     rows_sent,
     search,
 )
-from narrowcast.experts.swaps import Division, Problem
+from narrowcast.placement.swaps import Division, Problem
 
 LLAMA_MOE = Path(__file__).parents[2] / "data" / "llama_moe_8e_top2_layers0-15.npz"
 

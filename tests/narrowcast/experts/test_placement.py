@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from narrowcast.experts.placement import Placement, contiguous, from_parts, load_placement
+from narrowcast.placement.placement import Placement, contiguous, from_parts, load_placement
 
 LAYERS = ("layers.0.moe", "layers.10.moe")
 # Slots 0 and 1 are on rank 0, and so on.

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from narrowcast.experts import planning
-from narrowcast.experts.benchmark import METHODS, held_out_rows, kahypar_rows, made_up
-from narrowcast.experts.effort import SECONDS, Effort
-from narrowcast.experts.metrics import measure
-from narrowcast.experts.placement import Placement
-from narrowcast.experts.planning import HELD_OUT, make_plan, plan
-from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.placement import planning
+from narrowcast.placement.effort import SECONDS, Effort
+from narrowcast.placement.metrics import measure
+from narrowcast.placement.placement import Placement
+from narrowcast.placement.planning import HELD_OUT, make_plan, plan
+from narrowcast.placement.trace import RoutingTrace, load_trace
+from torchtitan_ext.benchmarks.placement import METHODS, held_out_rows, kahypar_rows, made_up
 
 DATA = Path(__file__).parents[2] / "data"
 

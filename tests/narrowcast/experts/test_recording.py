@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from narrowcast.experts.recording import (
+from narrowcast.placement.recording import (
     RecordedTokens,
     RoutingRecorder,
     evenly_spaced,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResul
 from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from narrowcast.experts.relocation import ExpertLayer, PlacedExperts, move_rows
+from narrowcast.placement.relocation import ExpertLayer, PlacedExperts, move_rows
 
 COLUMNS = 4
 

@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from narrowcast.experts import routing
-from narrowcast.experts.placement import contiguous
-from narrowcast.experts.routing import RoutingTrace, load_trace
+from narrowcast.placement import trace
+from narrowcast.placement.placement import contiguous
+from narrowcast.placement.trace import RoutingTrace, load_trace
 
 
 def make(num_experts: int = 8, scores: bool = True, tokens: int = 10) -> RoutingTrace:
@@ -99,7 +99,7 @@ def test_a_failed_save_leaves_the_older_file_whole(tmp_path) -> None:
         Path(path).write_bytes(b"half")
         raise OSError("No space left on device")
 
-    with patch.object(routing, "save_file", full_disk), pytest.raises(OSError, match="No space"):
+    with patch.object(trace, "save_file", full_disk), pytest.raises(OSError, match="No space"):
         make().save(tmp_path / "trace")
     assert_same(make(tokens=4), load_trace(tmp_path / "trace"))
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.experts import dispatch as module
-from narrowcast.experts.brim import assign, build_brim
-from narrowcast.experts.dispatch import Level, dispatch, one_level, two_levels
-from narrowcast.experts.routing_error import RoutingError, has_faults
+from narrowcast.moe import dispatch as module
+from narrowcast.moe.brim import assign, build_brim
+from narrowcast.moe.dispatch import Level, dispatch, one_level, two_levels
+from narrowcast.moe.routing_error import RoutingError, has_faults
 from tests.narrowcast.experts.moe_layer import deduplicated, random_layer
 from tests.narrowcast.training import same_bits
 

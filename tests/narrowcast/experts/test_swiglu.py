@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from narrowcast.experts.brim import assign, build_brim
-from narrowcast.experts.swiglu import ExpertRows, modulated_swiglu, swiglu_experts
+from narrowcast.moe.brim import assign, build_brim
+from narrowcast.moe.swiglu import ExpertRows, modulated_swiglu, swiglu_experts
 from tests.narrowcast.experts.moe_layer import MoELayer, error, fresh, random_layer, results
 
 

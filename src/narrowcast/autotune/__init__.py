@@ -1,0 +1,1 @@
+"""What is worthwhile on this link: calibration, sampling, cost model, solver, controller."""

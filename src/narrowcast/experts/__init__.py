@@ -1,1 +1,0 @@
-"""Tokens cross the wire: traces of routing, where experts live, and moving them there."""

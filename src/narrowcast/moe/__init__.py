@@ -1,0 +1,1 @@
+"""Tokens on their way: dispatch and combine, expert computation."""

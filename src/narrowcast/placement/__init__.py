@@ -1,0 +1,1 @@
+"""Where experts live: traces, statistics, partition searches, the plan, its file, relocation."""

@@ -1,0 +1,200 @@
+"""Moves experts between ranks, in place: weights, gradients and optimizer state.
+
+    slot:             0  1 | 2  3        EP rank 0 holds slots 0 and 1, rank 1 slots 2 and 3
+    contiguous:       0  1 | 2  3
+    a placement:      0  3 | 2  1        experts 1 and 3 swapped ranks: two rows travel
+
+Rows of a tensor are experts (dimension 0). Each rank works out alone, from the layout of the
+DTensor, which rows it sends to whom and which it receives. Nothing is gathered: rows go from rank
+to rank, one tensor at a time. FSDP's own sharding of the experts, along dimension 0 as well or
+along another one, is followed.
+
+What is the router's stays: its weight, the expert bias and the token counters are on every rank in
+the model's own order, and so are the experts that it selects. Only where tokens are sent are they
+renumbered, by `ExpertLayer.slots_E`.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from narrowcast.fsdp2 import rows_by_rank
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One MoE layer: its experts, and the maps that renumber them.
+
+    Attributes:
+        name: of the MoE module.
+        parameters: every parameter of its experts, (E, ...) each, with its name.
+        slots_E: (E,) int64, the slot of each expert, on the parameters' device. Updated in place.
+        experts_E: (E,) int64, the expert in each slot. Updated in place.
+    """
+
+    name: str
+    parameters: dict[str, nn.Parameter]
+    slots_E: Tensor
+    experts_E: Tensor
+
+    @classmethod
+    def of(cls, name: str, parameters: dict[str, nn.Parameter]) -> "ExpertLayer":
+        """A layer whose experts lie in their own order."""
+        first = next(iter(parameters.values()))
+        contiguous_E = torch.arange(first.shape[0], device=first.device)
+        return cls(name, parameters, contiguous_E, contiguous_E.clone())
+
+
+class PlacedExperts:
+    """Experts that can be moved: the handle of a model.
+
+    Attributes:
+        layers: in the order of the model.
+        on_sent: is called after a move with the bytes that this rank sent.
+    """
+
+    def __init__(
+        self, layers: Sequence[ExpertLayer], optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> None:
+        self.layers = tuple(layers)
+        self.on_sent: Callable[[int], None] = lambda sent_bytes: None
+        self._optimizers = tuple(optimizers)
+
+    def move_to(self, experts_LE: Tensor | Sequence[Tensor]) -> int:
+        """Give every slot its expert. Every rank must call it, alike.
+
+        Args:
+            experts_LE: (L, E) the expert in each slot, as `Placement.experts_LE`.
+
+        Returns:
+            Bytes that this rank sent.
+
+        Raises:
+            ValueError: an optimizer keeps something of an expert that cannot be moved.
+        """
+        moves = [
+            (tensor, source_E)
+            for layer, experts_E in zip(self.layers, experts_LE, strict=True)
+            if (source_E := self._sources(layer, experts_E)) is not None
+            for tensor in self._tensors(layer)
+        ]
+        sent = sum(move_rows(tensor, source_E) for tensor, source_E in moves)
+        for layer, experts_E in zip(self.layers, experts_LE, strict=True):
+            layer.experts_E.copy_(experts_E)
+            layer.slots_E.copy_(experts_E.argsort())
+        self.on_sent(sent)
+        return sent
+
+    def check(self) -> None:
+        """Raise the ValueError of `move_to` now, if there is cause for it."""
+        for layer in self.layers:
+            list(self._tensors(layer))
+
+    @contextlib.contextmanager
+    def in_model_order(self) -> Iterator[None]:
+        """Within it every expert lies in the slot of its number, as the model itself has them.
+
+        For whatever reads or writes parameters and optimizer state by name: checkpoints, exports.
+        """
+        experts_by_layer = [layer.experts_E.to("cpu", copy=True) for layer in self.layers]
+        self.move_to([torch.arange(len(experts_E)) for experts_E in experts_by_layer])
+        try:
+            yield
+        finally:
+            self.move_to(experts_by_layer)
+
+    @staticmethod
+    def _sources(layer: ExpertLayer, experts_E: Tensor) -> Tensor | None:
+        """(E,) the slot that each slot gets its expert from; None where none changes."""
+        experts_E = experts_E.cpu()
+        source_E = layer.slots_E.cpu()[experts_E]
+        return None if torch.equal(source_E, torch.arange(len(source_E))) else source_E
+
+    def _tensors(self, layer: ExpertLayer) -> Iterator[Tensor]:
+        for name, parameter in layer.parameters.items():
+            yield parameter.detach()
+            if parameter.grad is not None:
+                yield parameter.grad
+            for optimizer in self._optimizers:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if torch.is_tensor(value) and value.ndim:
+                        yield _movable(f"{layer.name}.{name}", parameter, key, value)
+
+
+def _movable(name: str, parameter: nn.Parameter, key: str, state: Tensor) -> Tensor:
+    """Optimizer state whose rows are experts, as a DTensor if the parameter is one."""
+    if isinstance(state, DTensor) == isinstance(parameter, DTensor):
+        if state.shape[0] == parameter.shape[0]:
+            return state
+    elif isinstance(parameter, DTensor) and state.shape == parameter.to_local().shape:
+        return DTensor.from_local(
+            state,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            # Not to be guessed from shards that are not all of a size.
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    raise ValueError(
+        f"the optimizer keeps '{key}' of shape {tuple(state.shape)} for {name} of shape "
+        f"{tuple(parameter.shape)}: it does not tell the experts apart, so that they cannot be "
+        "moved. Use an optimizer that keeps its state by element or by expert, such as AdamW"
+    )
+
+
+@torch.no_grad()
+def move_rows(tensor: Tensor, source_E: Tensor) -> int:
+    """Let row s become what row `source_E[s]` was, across the ranks that hold the rows.
+
+    Every rank that holds a part of the tensor must call it, alike.
+
+    Args:
+        tensor: (E, ...), changed in place. A DTensor may be sharded in any way.
+        source_E: (E,) a permutation, on the CPU.
+
+    Returns:
+        Bytes that this rank sent.
+    """
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    rows = rows_by_rank(tensor) if isinstance(tensor, DTensor) else {}
+    if len(rows) < 2:
+        local.copy_(local[source_E.to(local.device)])
+        return 0
+    me = dist.get_rank()
+    sources = {rank: source_E[held.start : held.stop] for rank, held in rows.items()}
+
+    def wanted(by: int, from_: int) -> Tensor:
+        """Local rows of rank `from_` that rank `by` needs, in the order of its slots."""
+        held = rows[from_]
+        theirs = sources[by]
+        return theirs[(theirs >= held.start) & (theirs < held.stop)] - held.start
+
+    outgoing = {peer: local[wanted(peer, me).to(local.device)] for peer in rows}
+    incoming = {
+        peer: local.new_empty((len(wanted(me, peer)), *local.shape[1:]))
+        for peer in rows
+        if peer != me
+    }
+    operations = [
+        dist.P2POp(operation, _bytes(buffers[peer]), peer)
+        # All post in the same order of pairs, sends before receives.
+        for operation, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
+        for peer in rows
+        if peer != me and buffers[peer].numel()
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+    for peer, held in rows.items():
+        places = (sources[me] >= held.start) & (sources[me] < held.stop)
+        local[places.to(local.device)] = outgoing[me] if peer == me else incoming[peer]
+    return sum(_bytes(sent).numel() for peer, sent in outgoing.items() if peer != me)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(-1).view(torch.uint8)

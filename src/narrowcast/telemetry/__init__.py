@@ -1,0 +1,1 @@
+"""What is counted: the ledger, change rates, collectives of torch itself."""

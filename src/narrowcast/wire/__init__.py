@@ -1,0 +1,1 @@
+"""Bytes in, bytes out: float planes, entropy coders, packets, exchanges. No FSDP, no policy."""

@@ -1,0 +1,290 @@
+"""The layout of a payload, and every check made on one that arrives.
+
+A payload is what one rank sends of one parameter group. It starts with a head of fixed size, which
+says what follows, and ends with a body of as many bytes as this shard took:
+
+    head  +--------------------------------------------------------------------------------+
+          | magic, version | status | coder | number of runs | settings | sequence         |
+          | body size, checksum | checksum of the shard itself (0: not asked for)           |
+          | for each run: form, sizes of its three sections                                |
+          | checksum of the head                                                           |
+    body  | the sections, run after run (of a failed rank: what went wrong, as text)       |
+          +--------------------------------------------------------------------------------+
+
+A run is a stretch of neighbouring parameters that share a scheme and a dtype. ``sequence`` counts
+the gathers that built what the sender keeps; a receiver with another count has other caches (0 in a
+reduce-scatter, which keeps nothing). The checks of a gather use only bytes that every rank of the
+group received, so all ranks raise the same error.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from narrowcast.errors import OutOfStepError, PayloadError, SenderError, SettingsError
+from narrowcast.wire.coders import Coder
+
+MAGIC = b"NCAG"
+VERSION = 2
+_FIXED = struct.Struct("<4sBBBBIQQQQQ")
+_NUM_RUNS = struct.Struct("<I")  # within _FIXED
+_NUM_RUNS_OFFSET = 8
+_RUN = struct.Struct("<BQQQ")
+_CHECKSUM = struct.Struct("<I")
+
+
+class Form(IntEnum):
+    """What the sections of an encoded shard hold; the number travels on the wire."""
+
+    RAW = 0  # bits
+    CODED = 1  # sign-and-mantissa plane, coded exponents
+    EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
+    EXPONENT_DIFFERENCE = 3  # sign-and-mantissa plane, coded difference of exponents
+    VALUE_DIFFERENCE = 4  # coded byte planes of the difference; nothing if unchanged
+    # Of gradients (``narrowcast.reducescatter.codec``):
+    ZEROS = 5  # nothing
+    PLANES = 6  # sign-and-mantissa plane, coded where that is smaller; coded exponents
+    HALVES = 7  # PLANES of the upper 16 bits; byte planes of the lower, coded where that is smaller
+
+
+SECTIONS: dict[Form, int] = {
+    Form.RAW: 1,
+    Form.CODED: 2,
+    Form.EXPONENT_BLOCKS: 3,
+    Form.EXPONENT_DIFFERENCE: 2,
+    Form.VALUE_DIFFERENCE: 1,
+    Form.ZEROS: 0,
+    Form.PLANES: 2,
+    Form.HALVES: 3,
+}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One encoded shard: its form and its uint8 sections, empty where there is nothing to say."""
+
+    form: Form
+    sections: tuple[Tensor, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all sections."""
+        return sum(section.numel() for section in self.sections)
+
+
+def encode_raw(bits_N: Tensor) -> Encoded:
+    return Encoded(Form.RAW, (bits_N.contiguous().view(torch.uint8),))
+
+
+class Status(IntEnum):
+    OK = 0
+    FAILED = 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a payload.
+
+    Attributes:
+        settings: a digest of all that the ranks of a group must agree on.
+        sequence: gathers that built the sender's caches.
+        body_size: in bytes.
+        body_checksum, shard_checksum: from ``checksum``; of the body, and of the shard before it
+            was encoded (0 where it is not to be verified).
+        runs: form and section sizes in bytes of each run.
+    """
+
+    status: Status
+    coder: tuple[int, int]
+    settings: int
+    sequence: int
+    body_size: int
+    body_checksum: int
+    shard_checksum: int
+    runs: tuple[tuple[Form, tuple[int, ...]], ...]
+
+
+def head_size(num_runs: int) -> int:
+    """Bytes of the head of a payload with this many runs."""
+    return _FIXED.size + num_runs * _RUN.size + _CHECKSUM.size
+
+
+def checksum(data: Tensor) -> int:
+    """A checksum of the memory of a contiguous tensor, never 0, which stands for "none".
+
+    Any single changed byte and any swapped words change it. On the CPU a CRC-32; elsewhere, on the
+    device, the sum of the 32-bit words, each multiplied by a factor of its position, modulo 2**64.
+    """
+    data = data.view(torch.uint8)
+    if data.device.type == "cpu":
+        return zlib.crc32(data.numpy()) | 1 << 32
+    return word_checksum(data)
+
+
+def word_checksum(data: Tensor) -> int:
+    """``checksum`` as it is computed on an accelerator; ``data`` is uint8."""
+    words = pad(data, (0, -data.numel() % 4)).view(torch.int32)
+    factors = torch.arange(2, 4 * words.numel() + 2, 4, device=data.device)
+    return int(factors.mul_(words).sum()) & 0xFFFFFFFFFFFFFFFF | 1
+
+
+def pack(
+    encoded_runs: list[Encoded],
+    *,
+    coder: Coder,
+    settings: int,
+    sequence: int,
+    shard_checksum: int,
+    device: torch.device,
+) -> Tensor:
+    """The payload of one shard: head and body, uint8."""
+    body = [section for encoded in encoded_runs for section in encoded.sections]
+    size_of_head = head_size(len(encoded_runs))
+    payload = torch.cat([torch.empty(size_of_head, dtype=torch.uint8, device=device), *body])
+    body_bytes = payload[size_of_head:]
+    head = Head(
+        Status.OK,
+        (coder.wire_id, coder.wire_version),
+        settings,
+        sequence,
+        body_bytes.numel(),
+        checksum(body_bytes),
+        shard_checksum,
+        tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encoded_runs),
+    )
+    payload[:size_of_head] = _pack_head(head).to(device)
+    return payload
+
+
+def pack_failure(
+    error: Exception, *, num_runs: int, settings: int, sequence: int, device: torch.device
+) -> Tensor:
+    """The payload of a rank that could not encode: every rank raises its ``error``, itself too."""
+    message = f"{type(error).__name__}: {error}".partition("\n")[0]
+    text = bytearray(message.encode(errors="replace"))
+    body = torch.frombuffer(text, dtype=torch.uint8).to(device)
+    runs = ((Form.RAW, ()),) * num_runs
+    head = Head(Status.FAILED, (0, 0), settings, sequence, body.numel(), checksum(body), 0, runs)
+    return torch.cat([_pack_head(head).to(device), body])
+
+
+def _pack_head(head: Head) -> Tensor:
+    fields = (head.status, *head.coder, len(head.runs), head.settings, head.sequence)
+    sizes = (head.body_size, head.body_checksum, head.shard_checksum)
+    packed = bytearray(_FIXED.pack(MAGIC, VERSION, *fields, *sizes))
+    for form, sections in head.runs:
+        packed += _RUN.pack(form, *(*sections, 0, 0, 0)[:3])
+    packed += _CHECKSUM.pack(zlib.crc32(packed))
+    return torch.frombuffer(packed, dtype=torch.uint8)
+
+
+def unpack_head(data: bytes, num_runs: int) -> Head:
+    """Reads a head.
+
+    Raises:
+        PayloadError: it is damaged, or of another format.
+    """
+    if len(data) != head_size(num_runs):
+        raise PayloadError(f"has a head of {len(data)} bytes, not {head_size(num_runs)}")
+    content, stored = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
+    if content[:4] != MAGIC:
+        raise PayloadError(f"starts with {content[:4]!r}, not with {MAGIC!r}")
+    if content[4] != VERSION:
+        raise PayloadError(f"has format version {content[4]}, this narrowcast reads {VERSION}")
+    if _CHECKSUM.pack(zlib.crc32(content)) != stored:
+        raise PayloadError("has a head that fails its checksum")
+    _, _, status, *coder, _, settings, sequence, size, body_checksum, shard_checksum = (
+        _FIXED.unpack_from(content)
+    )
+    runs = []
+    for run in range(num_runs):
+        number, *sections = _RUN.unpack_from(content, _FIXED.size + run * _RUN.size)
+        form = Form(number)
+        runs.append((form, tuple(sections[: SECTIONS[form]])))
+    return Head(
+        Status(status),
+        tuple(coder),
+        settings,
+        sequence,
+        size,
+        body_checksum,
+        shard_checksum,
+        tuple(runs),
+    )
+
+
+def num_runs_of(data: bytes) -> int:
+    """How many runs a head says that it has."""
+    (num_runs,) = _NUM_RUNS.unpack_from(data, _NUM_RUNS_OFFSET)
+    return num_runs
+
+
+def unpack(payload: Tensor) -> tuple[Head, Tensor]:
+    """The head and the body of a payload, uint8, that says itself how many runs it has.
+
+    Raises:
+        PayloadError: the head is damaged, or of another format.
+    """
+    start = _bytes(payload[: _FIXED.size])
+    if len(start) < _FIXED.size:
+        raise PayloadError(f"has {len(start)} bytes, less than a head")
+    num_runs = num_runs_of(start)
+    size_of_head = head_size(num_runs)
+    return unpack_head(_bytes(payload[:size_of_head]), num_runs), payload[size_of_head:]
+
+
+def _bytes(data: Tensor) -> bytes:
+    return data.cpu().numpy().tobytes()
+
+
+def check_agreement(heads: dict[int, Head]) -> None:
+    """Whether the shards of a gather can be decoded with each other's caches.
+
+    Args:
+        heads: by global rank. Each rank's own is among them, so that all come to the same verdict.
+
+    Raises:
+        SettingsError, OutOfStepError: they cannot.
+    """
+    if len({head.settings for head in heads.values()}) > 1:
+        raise SettingsError(
+            f"ranks {list(heads)} were given different settings. Give every rank the same model, "
+            "mesh, treatment, exponent_exchange, block_size, block_check, coder, verify_interval "
+            "and parameters"
+        )
+    sound = {rank: head for rank, head in heads.items() if head.status == Status.OK}
+    if len({head.coder for head in sound.values()}) > 1:
+        coders = {rank: head.coder for rank, head in sound.items()}
+        raise SettingsError(
+            f"ranks use different coders (rank: (id, version)): {coders}. Install the same "
+            "releases on every rank"
+        )
+    if len({head.sequence for head in heads.values()}) > 1:
+        sequences = {rank: head.sequence for rank, head in heads.items()}
+        raise OutOfStepError(
+            f"ranks keep the values of different gathers (rank: count): {sequences}. A cache was "
+            "dropped or a gather missed: call reset() of the handle on every rank, or restart"
+        )
+
+
+def unpack_body(head: Head, body: Tensor) -> list[Encoded]:
+    """Cuts a body into its runs, after checking it.
+
+    Raises:
+        PayloadError: the body is damaged.
+        SenderError: it is the message of a rank that could not encode.
+    """
+    if checksum(body) != head.body_checksum:
+        raise PayloadError("has a body that fails its checksum: it was damaged on its way")
+    if head.status == Status.FAILED:
+        message = _bytes(body).decode(errors="replace")
+        raise SenderError(f"says that its rank could not encode: {message}")
+    if sum(size for _, sizes in head.runs for size in sizes) != body.numel():
+        raise PayloadError("has sections that do not add up to its body")
+    sections = iter(body.split([size for _, sizes in head.runs for size in sizes]))
+    return [Encoded(form, tuple(next(sections) for _ in sizes)) for form, sizes in head.runs]
