@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
 
-# narrowcast.allgather.chunks.MAX_RUN_VALUES, which would take an import of torch.
+# narrowcast.allgather.chunks.MAX_CHUNK_VALUES, which would take an import of torch.
 MAX_BLOCK_SIZE = 262144
 
 
@@ -20,19 +20,19 @@ class AllGatherConfig:
     enable: bool = False
     """Gather FSDP parameters through narrowcast's lossless coding instead of plain FSDP2."""
 
-    treatment: Literal["auto", "observe", "value", "exponent", "coded", "raw"] = "auto"
+    compression: Literal["auto", "observe", "delta", "exponent", "entropy", "none"] = "auto"
     """
     What receivers keep between gathers, and so what is left to send. "auto": for each shard what
     pays on this very link, within cache_budget_gib, or plain FSDP2 where nothing pays; chosen after
     warmup_steps of plain FSDP2. "observe": plain FSDP2, and a report of what "auto" would choose.
-    "value": the values (2 bytes a bf16 parameter), and the coded difference is sent. "exponent":
+    "delta": the values (2 bytes a bf16 parameter), and the coded difference is sent. "exponent":
     the exponents (1 byte a parameter), and sign, mantissa and the change of the exponents are sent.
-    "coded": nothing, and sign, mantissa and coded exponents are sent. "raw": nothing is coded.
+    "entropy": nothing, and sign, mantissa and coded exponents are sent. "none": nothing is coded.
     """
 
     cache_budget_gib: float = field(default=4.0, metadata={"allowed": "a number of at least 0"})
     """
-    Memory in GiB that treatment "auto" may keep on a rank, and "observe" reckons with. A hard
+    Memory in GiB that compression "auto" may keep on a rank, and "observe" reckons with. A hard
     limit. The table of choices says what more would gain.
     """
 
@@ -44,33 +44,33 @@ class AllGatherConfig:
 
     selection: Literal["exact", "ratio"] = "exact"
     """
-    How treatment "auto" chooses under the budget. "exact": the least time of all choices, by an
+    How compression "auto" chooses under the budget. "exact": the least time of all choices, by an
     integer program. "ratio": the rule of the CIERA paper, by gain over memory while it lasts.
     """
 
     warmup_steps: int = field(default=30, metadata={"allowed": "an integer of at least 3"})
     """
-    Steps of plain FSDP2 that treatments "auto" and "observe" watch, in at most 2 % of their time,
+    Steps of plain FSDP2 that compressions "auto" and "observe" watch, in at most 2 % of their time,
     before they choose.
     """
 
     reselect_interval: int = field(default=100, metadata={"allowed": "an integer of at least 0"})
     """
-    Steps from one look of treatment "auto" at its choice to the next. A treatment is changed where
-    that gains more until the next look than the cold cache costs. 0 means never. "observe" looks,
-    and changes nothing.
+    Steps from one look of compression "auto" at its choice to the next. A compression is changed
+    where that gains more until the next look than the cold cache costs. 0 means never. "observe"
+    looks, and changes nothing.
     """
 
-    exponent_exchange: Literal["difference", "blocks"] = "difference"
+    exponent_coding: Literal["delta", "blocks"] = "delta"
     """
-    How treatment "exponent" sends exponents: the coded difference to the kept ones, or a bitmap
+    How compression "exponent" sends exponents: the coded difference to the kept ones, or a bitmap
     and the exponents of the blocks that changed, which is the form of the CIERA paper.
     """
 
     block_size: int = field(
         default=512, metadata={"allowed": f"an integer from 1 to {MAX_BLOCK_SIZE}"}
     )
-    """Values per block of exponent_exchange "blocks"."""
+    """Values per block of exponent_coding "blocks"."""
 
     block_check: Literal["compare", "hash"] = "compare"
     """
@@ -78,7 +78,7 @@ class AllGatherConfig:
     a value. "hash": by a 128-bit hash (two SplitMix64), 16 bytes a block.
     """
 
-    coder: Literal["auto", "zstd"] = "auto"
+    entropy_coder: Literal["auto", "zstd"] = "auto"
     """Entropy coder. "auto" takes the fastest one that works on the parameters' device."""
 
     verify_interval: int = field(default=0, metadata={"allowed": "an integer of at least 0"})
@@ -91,8 +91,8 @@ class AllGatherConfig:
         default_factory=lambda: ["*"], metadata={"allowed": "one or more patterns"}
     )
     """
-    Patterns (fnmatch) of the names of the parameters that are treated; the others are gathered raw.
-    On the command line: A,B,C.
+    Patterns (fnmatch) of the names of the parameters that are compressed; the others are gathered
+    raw. On the command line: A,B,C.
     """
 
     def __post_init__(self) -> None:
@@ -108,10 +108,11 @@ class AllGatherConfig:
         )
         for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
             value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            if value != default and self.treatment not in ("auto", "observe"):
+            if value != default and self.compression not in ("auto", "observe"):
                 raise ValueError(
-                    f"narrowcast.all_gather.{name} = {value!r}: works with treatment = "
-                    f'"auto" or "observe", not "{self.treatment}": leave it out, or at {default!r}'
+                    f"narrowcast.all_gather.{name} = {value!r}: works with compression = "
+                    f'"auto" or "observe", not "{self.compression}": leave it '
+                    f"out, or at {default!r}"
                 )
 
 
@@ -125,13 +126,13 @@ class ReduceScatterConfig:
     two ranks; at more, where the backend sums in another order, it differs as two orders do.
     """
 
-    treatment: Literal["coded", "raw"] = "coded"
+    compression: Literal["entropy", "none"] = "entropy"
     """
-    "coded": the bits that bf16 gradients cast to fp32 hold, exponents and zeros entropy-coded.
-    "raw": all bits, by the same exchange and with the same sum.
+    "entropy": the bits that bf16 gradients cast to fp32 hold, exponents and zeros entropy-coded.
+    "none": all bits, by the same exchange and with the same sum.
     """
 
-    coder: Literal["auto", "zstd"] = "auto"
+    entropy_coder: Literal["auto", "zstd"] = "auto"
     """Entropy coder. "auto" takes the fastest one that works on the gradients' device."""
 
     def __post_init__(self) -> None:

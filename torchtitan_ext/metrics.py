@@ -6,7 +6,7 @@ import torch
 import torchtitan.tools.utils as titan_utils
 from torchtitan.tools.logging import logger
 
-from narrowcast.attribution import sent_by
+from narrowcast.attribution import counted_as
 from narrowcast.autotune.controller import Controller
 from narrowcast.telemetry.changes import SHARD_TYPES
 from narrowcast.telemetry.ledger import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
@@ -51,14 +51,14 @@ def layout() -> dict[str, dict[str, list]]:
                 "bytes that the worst rank sends a step": "worst_rank_bytes",
             }.items()
         },
-        "Selection of treatments": {
-            "share of parameters by treatment": lines(
-                *(f"selection/share/{t}" for t in ("value", "exponent", "coded", "raw"))
+        "Selection of compressions": {
+            "share of parameters by compression": lines(
+                *(f"selection/share/{t}" for t in ("delta", "exponent", "entropy", "none"))
             ),
             "seconds of a step's gathers: plain and as chosen, predicted": lines(
                 "selection/plain_seconds", "selection/predicted_seconds"
             ),
-            "memory of caches": lines("selection/cache_bytes", "kept_bytes"),
+            "memory of caches": lines("selection/cache_bytes", "cache_bytes"),
             "shards changed since the first choice": lines("selection/changed_shards"),
             "share of the time spent on watching shards": lines("selection/watching"),
         },
@@ -93,7 +93,7 @@ class MetricsPlugin:
         """Log as torchtitan does, with the volume of the step. Every rank must call it."""
         volume = None
         if self.ledger is not None and self.ledger.last is not None:
-            with sent_by(self.ledger):
+            with counted_as(self.ledger):
                 volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
         if self.selection is not None:

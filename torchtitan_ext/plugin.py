@@ -15,7 +15,7 @@ from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, extra_of
+from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, uncounted_baseline
 from torchtitan_ext.checking import check_on_every_rank
 from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
 from torchtitan_ext.job import Job
@@ -112,7 +112,7 @@ class TrainerPlugin:
             for run in runs:
                 stack.enter_context(run.during(self.step))
             super().train_step(data_iterator)
-        with extra_of(self._ledger()):
+        with uncounted_baseline(self._ledger()):
             for run in runs:
                 run.after(self.step)
 
@@ -137,12 +137,12 @@ class TrainerPlugin:
 
 def _warn_of_a_short_run(config: Any, first_step: int) -> None:
     gathers, steps = config.narrowcast.all_gather, config.training.steps
-    needed = gathers.warmup_steps + (gathers.treatment == "auto")  # one to train as was chosen
+    needed = gathers.warmup_steps + (gathers.compression == "auto")  # one to train as was chosen
     if steps - first_step + 1 < needed:
         logger.warning(
             f"narrowcast.all_gather.warmup_steps = {gathers.warmup_steps} is too much from step "
-            f"{first_step} to training.steps = {steps}: treatment "
-            f'"{gathers.treatment}" will choose nothing. Train longer, or watch fewer steps'
+            f"{first_step} to training.steps = {steps}: compression "
+            f'"{gathers.compression}" will choose nothing. Train longer, or watch fewer steps'
         )
 
 

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 
 from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
 from narrowcast.allgather.announcer import Announcer
-from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme, Treatment
+from narrowcast.allgather.codec import BlockCheck, Compression, ExponentCoding, Scheme
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.allgather.offload import Foresight, host_copies
-from narrowcast.attribution import named
+from narrowcast.allgather.offload import Prefetcher, host_copies
+from narrowcast.attribution import CALLER, counted_as
 from narrowcast.autotune.controller import Controller, Rules, Strategy
-from narrowcast.autotune.sampling import Observer
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.autotune.sampling import Sampler
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.steps import StepHook
@@ -30,8 +30,8 @@ from narrowcast.telemetry.ledger import (
     CountedModel,
     check_volume,
     count_volume,
-    extra_of,
-    uncounted,
+    uncounted_baseline,
+    unwrapped,
 )
 from narrowcast.util import own_mode
 from narrowcast.wire import floats
@@ -48,7 +48,7 @@ class NarrowedModel:
     """What ``narrow_all_gather`` returns.
 
     Attributes:
-        selection: chooses treatments; ``None`` where the caller gave one.
+        selection: chooses compressions; ``None`` where the caller gave one.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
             call ``ledger.end_step()`` yourself.
@@ -98,9 +98,9 @@ class NarrowedModel:
             if not self._spans_job:
                 self._job.check()
             if self.ledger is not None and self.ledger.last is not None:
-                self.ledger.last.kept_bytes = self.kept_bytes
+                self.ledger.last.cache_bytes = self.cache_bytes
             if self.selection is not None:
-                with extra_of(self.ledger):
+                with uncounted_baseline(self.ledger):
                     self.selection.after_step()
             self.refresh()
 
@@ -144,9 +144,9 @@ class NarrowedModel:
             comm.reset()
 
     @property
-    def kept_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         """Memory that the caches take on this rank, in bytes."""
-        return sum(comm.kept_bytes for comm in self._comms)
+        return sum(comm.cache_bytes for comm in self._comms)
 
     def remove(self) -> None:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
@@ -168,11 +168,11 @@ def narrow_all_gather(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    treatment: Treatment | Selection = "auto",
-    exponent_exchange: ExponentExchange = "difference",
+    compression: Compression | Selection = "auto",
+    exponent_coding: ExponentCoding = "delta",
     block_size: int = 512,
     block_check: BlockCheck = "compare",
-    coder: str = "auto",
+    entropy_coder: str = "auto",
     verify_interval: int = 0,
     parameters: Sequence[str] = ("*",),
     cache_budget_gib: float = 4.0,
@@ -187,28 +187,30 @@ def narrow_all_gather(
     """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
 
     Call it on every rank, after ``fully_shard`` and before or between training steps. With
-    ``treatment = "auto"`` that is every rank of the job, and all take their steps together.
+    ``compression = "auto"`` that is every rank of the job, and all take their steps together.
 
     Args:
         model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
         optimizer: shards are encoded after each of its steps, when all sizes are exchanged at once.
             Of several, the one that steps last. Without it, each gather of a changed shard takes a
             second round, and steps of the ledger end by ``ledger.end_step()``.
-        treatment: what every receiver keeps of a shard, hence what need not be sent: ``value`` (as
-            much memory as the gathered parameters), ``exponent`` (a byte a parameter), ``coded``
-            (nothing), or ``raw``, which sends all. ``auto`` gives each shard the one that pays on
-            this link, or leaves it to plain FSDP2; ``observe`` only reports what that would be.
-        exponent_exchange: of ``exponent``: the coded ``difference`` of exponents, or the exponents
+        compression: what every receiver keeps of a shard, hence what need not be sent: ``delta``
+            (as much memory as the gathered parameters), ``exponent`` (a byte a parameter),
+            ``entropy`` (nothing), or ``none``, which sends all. ``auto`` gives each shard the one
+            that pays on this link, or leaves it to plain FSDP2; ``observe`` only reports what that
+            would be.
+        exponent_coding: of ``exponent``: the coded ``delta`` of exponents, or the exponents
             of changed ``blocks``, as in the CIERA paper.
         block_size: values a block.
         block_check: of ``blocks``: ``compare`` with the exponents last sent, or their 128-bit
             ``hash``, for which the sender keeps 16 bytes a block.
-        coder: entropy coder: ``auto`` or ``zstd``.
+        entropy_coder: entropy coder: ``auto`` or ``zstd``.
         verify_interval: every how many gathers of a parameter group all ranks compare checksums of
             what was rebuilt; 0: never.
-        parameters: patterns (``fnmatch``) of the names of the parameters to treat; others go raw.
+        parameters: patterns (``fnmatch``) of the names of the parameters to compress; others go
+            raw.
         cache_budget_gib: of ``auto``: memory in GiB that a rank may keep; a hard limit.
-        cache_device: where it is kept: on the ``device``, or in pinned memory of the ``cpu``.
+        cache_device: where it is cached: on the ``device``, or in pinned memory of the ``cpu``.
         selection: of ``auto``: the ``exact`` choice under the budget, or the paper's: by ``ratio``
             of gain to memory.
         warmup_steps: of ``auto``: steps of plain FSDP2 that are watched before the choice.
@@ -223,11 +225,11 @@ def narrow_all_gather(
         SettingsError: the ranks were given different arguments or models.
     """
     settings = {
-        "treatment": treatment,
-        "exponent_exchange": exponent_exchange,
+        "compression": compression,
+        "exponent_coding": exponent_coding,
         "block_size": block_size,
         "block_check": block_check,
-        "coder": coder,
+        "entropy_coder": entropy_coder,
         "verify_interval": verify_interval,
         "parameters": list(parameters) if isinstance(parameters, list | tuple) else parameters,
         "cache_budget_gib": cache_budget_gib,
@@ -250,40 +252,40 @@ def narrow_all_gather(
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
-    chooses = treatment in get_args(Selection)
-    copies, foresight = host_copies(groups[0].device, cache_device), Foresight()
+    chooses = compression in get_args(Selection)
+    copies, prefetcher = host_copies(groups[0].device, cache_device), Prefetcher()
     comms = [
         NarrowAllGather(
             group,
             None if chooses else schemes,
-            find_coder(coder),
+            find_coder(entropy_coder),
             verify_interval,
             ledger,
             copies=copies,
-            foresight=foresight,
+            prefetcher=prefetcher,
         )
         for group in groups
-        if treatment == "raw" or any(schemes[name].treatment != "raw" for name in group.names)
+        if compression == "none" or any(schemes[name].compression != "none" for name in group.names)
     ]
     controller = None
     if chooses:
-        treated = {name for name, scheme in schemes.items() if scheme.treatment != "raw"}
-        with job.together("narrow_all_gather"), named():
+        compressed = {name for name, scheme in schemes.items() if scheme.compression != "none"}
+        with job.together("narrow_all_gather"), counted_as(CALLER):
             controller = Controller(
                 comms,
-                treated,
-                Observer(
+                compressed,
+                Sampler(
                     [comm.group for comm in comms],
-                    treated,
-                    exponent_exchange=exponent_exchange,
+                    compressed,
+                    exponent_coding=exponent_coding,
                     block_size=block_size,
                     block_check=block_check,
-                    coder=find_coder(coder),
+                    coder=find_coder(entropy_coder),
                     counts=volume,
                     job=job.group,
                 ),
                 Rules(
-                    applies=treatment == "auto",
+                    applies=compression == "auto",
                     cache_budget_gib=cache_budget_gib,
                     strategy=selection,
                     warmup_steps=warmup_steps,
@@ -314,21 +316,21 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     budget = settings["cache_budget_gib"]
     if type(budget) not in (int, float) or not 0 <= budget < math.inf:
         raise ValueError(f"cache_budget_gib = {budget!r}; allowed: a number of at least 0")
-    if settings["treatment"] not in get_args(Selection):
+    if settings["compression"] not in get_args(Selection):
         defaults = inspect.signature(narrow_all_gather).parameters
         for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
             if settings[name] != defaults[name].default:
                 raise ValueError(
-                    f"{name} = {settings[name]!r}: works with treatment = 'auto' or 'observe', not "
-                    f"{settings['treatment']!r}: leave it out"
+                    f"{name} = {settings[name]!r}: works with compression = 'auto' or 'observe', "
+                    f"not {settings['compression']!r}: leave it out"
                 )
-    if settings["treatment"] in get_args(Selection) and optimizer is None:
+    if settings["compression"] in get_args(Selection) and optimizer is None:
         raise ValueError(
-            f"treatment = {settings['treatment']!r} without an optimizer, after whose steps shards "
-            "are looked at: give narrow_all_gather the optimizer, or another treatment"
+            f"compression = {settings['compression']!r} without an optimizer, after whose steps "
+            "shards are looked at: give narrow_all_gather the optimizer, or another compression"
         )
     check_volume(groups, optimizer, settings["volume"])
-    find_coder(settings["coder"])
+    find_coder(settings["entropy_coder"])
     _check_plain(groups)
     patterns = settings["parameters"]
     if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
@@ -337,39 +339,39 @@ def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
-    treated = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
+    compressed = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
     coded = {p.name for group in groups for p in group.params if p.dtype in floats.LAYOUTS}
-    if settings["treatment"] in get_args(Selection) and treated and not treated & coded:
+    if settings["compression"] in get_args(Selection) and compressed and not compressed & coded:
         allowed = ", ".join(map(str, floats.LAYOUTS))
         raise ValueError(
             f"parameters = {patterns!r} matches parameters of other dtypes than {allowed} alone: "
-            f"there is nothing to choose for treatment = {settings['treatment']!r}"
+            f"there is nothing to choose for compression = {settings['compression']!r}"
         )
-    if not treated:
+    if not compressed:
         raise ValueError(
             f"parameters = {patterns!r} matches none of the model's parameters, such as "
             f"{names[0]!r}"
         )
-    treatment = settings["treatment"]
+    compression = settings["compression"]
     scheme = Scheme(
-        "value" if treatment in get_args(Selection) else treatment,
-        settings["exponent_exchange"],
+        "delta" if compression in get_args(Selection) else compression,
+        settings["exponent_coding"],
         settings["block_size"],
         settings["block_check"],
     )
-    return {name: scheme if name in treated else Scheme("raw") for name in names}
+    return {name: scheme if name in compressed else Scheme("none") for name in names}
 
 
 _CHOICES = {
-    "treatment": (*get_args(Selection), *get_args(Treatment)),
-    "exponent_exchange": get_args(ExponentExchange),
+    "compression": (*get_args(Selection), *get_args(Compression)),
+    "exponent_coding": get_args(ExponentCoding),
     "block_check": get_args(BlockCheck),
     "cache_device": get_args(CacheDevice),
     "selection": get_args(Strategy),
 }
 # The least and the most that is allowed, and both in words.
 _NUMBERS = {
-    "block_size": (1, MAX_RUN_VALUES, f"1 to {MAX_RUN_VALUES}"),
+    "block_size": (1, MAX_CHUNK_VALUES, f"1 to {MAX_CHUNK_VALUES}"),
     "verify_interval": (0, None, "0 (never) and more"),
     "warmup_steps": (3, None, "3 and more"),
     "reselect_interval": (0, None, "0 (never) and more"),
@@ -378,7 +380,7 @@ _NUMBERS = {
 
 def _check_plain(groups: list[ParamGroup]) -> None:
     for group in groups:
-        comm = uncounted(group.all_gather)
+        comm = unwrapped(group.all_gather)
         if isinstance(comm, NarrowAllGather):
             raise ValueError("the model is narrowed already: call remove() of its handle first")
         if not is_default(comm):

@@ -2,28 +2,26 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-NOBODY = "counted by its caller"
+CALLER = "counted by its caller"
 _thread = threading.local()
 
 
 def sender() -> object | None:
-    """What ``sent_by`` was last given, in this thread; ``None``: what starts is user code's."""
+    """What ``counted_as`` was last given, in this thread; ``None``: what starts is user code's."""
     return getattr(_thread, "sender", None)
 
 
 @contextmanager
-def sent_by(owner: object) -> Iterator[None]:
-    """Collectives started within are ``owner``'s."""
+def counted_as(owner: object) -> Iterator[None]:
+    """Collectives started within are ``owner``'s.
+
+    Those of ``CALLER`` are under "other" of no ledger: whoever starts them counts them with
+    ``add``, or they belong to a model that is not counted, or to no step.
+    """
     outer, _thread.sender = sender(), owner
     try:
         yield
     finally:
         _thread.sender = outer
-
-
-def named() -> AbstractContextManager[None]:
-    """Collectives started within are under "other" of no ledger: the caller counts them with
-    ``add``, or they belong to a model that is not counted, or to no step."""
-    return sent_by(NOBODY)

@@ -32,7 +32,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from narrowcast.attribution import named
+from narrowcast.attribution import CALLER, counted_as
 from narrowcast.fsdp2 import close_connections, default_store
 
 _GRACE_S = 2.0  # for ranks that fail alike, one later than the other
@@ -72,7 +72,7 @@ class VerificationError(NarrowcastError):
 
 
 @contextmanager
-def blamed(subject: str) -> Iterator[None]:
+def error_context(subject: str) -> Iterator[None]:
     """Begins the message of an error with what it is about, and makes any a NarrowcastError."""
     try:
         yield
@@ -183,7 +183,7 @@ class Job:
                         f"optimizer, while others have finished step {step + 1} and wait for it: "
                         "a rank skipped optimizer.step(), or took one more. Let all ranks take "
                         "each step, or none (a NaN guard must decide for all ranks at once); "
-                        "fixed treatments need no such agreement"
+                        "fixed compressions need no such agreement"
                     )
 
     def _agree(self, error: NarrowcastError) -> NarrowcastError:
@@ -258,7 +258,7 @@ def job_of(group: dist.ProcessGroup | None) -> Job:
     return known
 
 
-@named()
+@counted_as(CALLER)
 def raise_alike(
     error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
 ) -> None:

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
-from narrowcast.reducescatter.codec import Treatment
+from narrowcast.reducescatter.codec import Compression
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import CountedModel, check_volume, count_volume, uncounted
+from narrowcast.telemetry.ledger import CountedModel, check_volume, count_volume, unwrapped
 from narrowcast.wire.coders import find_coder
 
 
@@ -66,8 +66,8 @@ def narrow_reduce_scatter(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    treatment: Treatment = "coded",
-    coder: str = "auto",
+    compression: Compression = "entropy",
+    entropy_coder: str = "auto",
     volume: bool = True,
     process_group: dist.ProcessGroup | None = None,
 ) -> NarrowedGradients:
@@ -85,8 +85,8 @@ def narrow_reduce_scatter(
         model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
         optimizer: steps of the ledger end with each of its steps. Not needed where
             ``narrow_all_gather`` was given it.
-        treatment: ``coded``, or ``raw``, which sends all bits by the same exchange.
-        coder: entropy coder: ``auto`` or ``zstd``.
+        compression: ``entropy``, or ``none``, which sends all bits by the same exchange.
+        entropy_coder: entropy coder: ``auto`` or ``zstd``.
         volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
         process_group: the ranks that make this call, each for its part of the model; ``None``: all.
             What one of them cannot go on from, all of them raise.
@@ -95,7 +95,7 @@ def narrow_reduce_scatter(
         ValueError: an argument is not allowed, or the model cannot be narrowed; on every rank.
         SettingsError: the ranks were given different arguments or models.
     """
-    settings = {"treatment": treatment, "coder": coder, "volume": volume}
+    settings = {"compression": compression, "entropy_coder": entropy_coder, "volume": volume}
     groups: list[ParamGroup] = []
     error = None
     try:
@@ -108,19 +108,20 @@ def narrow_reduce_scatter(
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
     comms = [
-        NarrowReduceScatter(group, treatment, find_coder(coder), ledger, job) for group in groups
+        NarrowReduceScatter(group, compression, find_coder(entropy_coder), ledger, job)
+        for group in groups
     ]
     return NarrowedGradients(modules_of(model), comms, counted, job)
 
 
 def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> None:
-    if settings["treatment"] not in get_args(Treatment):
-        allowed = ", ".join(map(repr, get_args(Treatment)))
-        raise ValueError(f"treatment = {settings['treatment']!r}; allowed: {allowed}")
-    find_coder(settings["coder"])
+    if settings["compression"] not in get_args(Compression):
+        allowed = ", ".join(map(repr, get_args(Compression)))
+        raise ValueError(f"compression = {settings['compression']!r}; allowed: {allowed}")
+    find_coder(settings["entropy_coder"])
     check_volume(groups, optimizer, settings["volume"])
     for group in groups:
-        comm = uncounted(group.reduce_scatter)
+        comm = unwrapped(group.reduce_scatter)
         if isinstance(comm, NarrowReduceScatter):
             raise ValueError(
                 "the model's gradients are narrowed already: call remove() of their handle first"

@@ -13,17 +13,17 @@ from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of,
 from tests.ranks import Ranks
 from tests.wide import wide_but
 
-VALUE = {"treatment": "value"}
-BLOCKS = {"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64}
-TREATMENTS = {
-    "value": VALUE,
-    "exponent": {"treatment": "exponent"},
+VALUE = {"compression": "delta"}
+BLOCKS = {"compression": "exponent", "exponent_coding": "blocks", "block_size": 64}
+COMPRESSIONS = {
+    "delta": VALUE,
+    "exponent": {"compression": "exponent"},
     "blocks": BLOCKS,
     "blocks-hash": {**BLOCKS, "block_check": "hash"},
-    "coded": {"treatment": "coded"},
-    "raw": {"treatment": "raw"},
-    "some": {"treatment": "value", "parameters": ["*experts*", "*.router.*"]},
-    "verified": {"treatment": "value", "verify_interval": 1},
+    "entropy": {"compression": "entropy"},
+    "none": {"compression": "none"},
+    "some": {"compression": "delta", "parameters": ["*experts*", "*.router.*"]},
+    "verified": {"compression": "delta", "verify_interval": 1},
 }
 MODES = {
     "mixed fp16": {"gathered": torch.float16},
@@ -34,7 +34,7 @@ MODES = {
     "adafactor": {"optimizer": "Adafactor"},
     "one expert": {"num_experts": 1},
     "shard dim 1": {"expert_shard_dim": 1},
-    "kept after forward": {"reshard": False},
+    "cached after forward": {"reshard": False},
     "resharded to pairs": {"reshard": 2},
     "accumulated": {"microbatches": 3},
     "offloaded": {"offload": True},
@@ -53,19 +53,19 @@ MODES = {
 
 # Each with what the others have not.
 ALWAYS = ("mixed fp32", "resharded to pairs", "accumulated", "async", "recomputed", "hsdp")
-ALWAYS += ("shard dim 1", "mixed dtypes", "kept after forward", "offloaded")
+ALWAYS += ("shard dim 1", "mixed dtypes", "cached after forward", "offloaded")
 
 
-def _differing(setup: Setup, treatments: dict[str, dict]) -> list[str]:
-    """Trains once plain, then once with each treatment: those that ended otherwise, and how."""
+def _differing(setup: Setup, compressions: dict[str, dict]) -> list[str]:
+    """Trains once plain, then once with each compression: those that ended otherwise, and how."""
     model, optimizer = build(setup)
     plain_losses = train(setup, model, optimizer)
     plain_state = state_of(model, optimizer)
     assert len(plain_losses) == setup.steps * setup.microbatches
     differing = []
-    for name, treatment in treatments.items():
+    for name, compression in compressions.items():
         model, optimizer = build(setup)
-        handle, _ = narrow(replace(setup, narrow=treatment), model, optimizer)
+        handle, _ = narrow(replace(setup, narrow=compression), model, optimizer)
         if train(setup, model, optimizer) != plain_losses:
             differing.append(f"{name}: losses")
         if not same_bits(state_of(model, optimizer), plain_state):
@@ -74,8 +74,8 @@ def _differing(setup: Setup, treatments: dict[str, dict]) -> list[str]:
     return differing
 
 
-def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *treatments: str) -> None:
-    chosen = {name: TREATMENTS[name] for name in treatments}
+def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *compressions: str) -> None:
+    chosen = {name: COMPRESSIONS[name] for name in compressions}
     differing = ranks.run(_differing, setup, chosen)
     assert differing == [[]] * len(differing)
 
@@ -83,46 +83,46 @@ def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *treatments: str) -> Non
 @pytest.mark.parametrize(
     "gathered", wide_but([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16)
 )
-def test_every_treatment_trains_as_plain(ranks, gathered: torch.dtype) -> None:
-    _assert_trains_as_plain(ranks(4), Setup(gathered=gathered), *TREATMENTS)
+def test_every_compression_trains_as_plain(ranks, gathered: torch.dtype) -> None:
+    _assert_trains_as_plain(ranks(4), Setup(gathered=gathered), *COMPRESSIONS)
 
 
 @pytest.mark.parametrize("mode", wide_but(MODES, *ALWAYS))
 def test_every_mode_of_fsdp_trains_as_plain(ranks, mode: str) -> None:
     setup = replace(Setup(), **MODES[mode])
     world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2
-    _assert_trains_as_plain(ranks(world_size), setup, "value", "exponent", "blocks-hash")
+    _assert_trains_as_plain(ranks(world_size), setup, "delta", "exponent", "blocks-hash")
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_world_size_trains_as_plain(ranks, world_size: int) -> None:
-    _assert_trains_as_plain(ranks(world_size), Setup(), *TREATMENTS)
+    _assert_trains_as_plain(ranks(world_size), Setup(), *COMPRESSIONS)
 
 
 def test_per_block_inductor_trains_as_plain(ranks) -> None:
-    _assert_trains_as_plain(ranks(2), Setup(backend="inductor", steps=3), "value")
+    _assert_trains_as_plain(ranks(2), Setup(backend="inductor", steps=3), "delta")
 
 
-def _differing_in_short_runs(setup: Setup, treatments: dict[str, dict]) -> list[str]:
-    with patch.object(chunks, "MAX_RUN_VALUES", 100):
-        return _differing(setup, treatments)
+def _differing_in_short_runs(setup: Setup, compressions: dict[str, dict]) -> list[str]:
+    with patch.object(chunks, "MAX_CHUNK_VALUES", 100):
+        return _differing(setup, compressions)
 
 
 def test_shards_cut_into_many_runs_train_as_plain(ranks) -> None:
-    chosen = {name: TREATMENTS[name] for name in ("value", "exponent", "blocks-hash", "some")}
+    chosen = {name: COMPRESSIONS[name] for name in ("delta", "exponent", "blocks-hash", "some")}
     assert ranks(3).run(_differing_in_short_runs, Setup(), chosen) == [[]] * 3
 
 
 def test_runs_cover_a_shard_and_hold_whole_blocks() -> None:
-    scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("raw")
+    scheme, raw = Scheme("exponent", "blocks", block_size=3000), Scheme("none")
     params = [("a", 600_001, torch.bfloat16), ("b", 0, torch.bfloat16), ("c", 7, torch.bfloat16)]
     params += [("d", 9, torch.int64), ("e", 5, torch.float32)]
-    cut = chunks.make_runs(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
-    assert [run.start for run in cut[1:]] == [run.stop for run in cut[:-1]]
+    cut = chunks.make_chunks(params, {"a": scheme, "b": scheme, "c": scheme, "d": raw, "e": scheme})
+    assert [chunk.start for chunk in cut[1:]] == [chunk.stop for chunk in cut[:-1]]
     assert cut[-1].stop == sum(numel * dtype.itemsize for _, numel, dtype in params)
-    assert [run.num_values for run in cut] == [261_000, 261_000, 78_008, 72, 5]
+    assert [chunk.num_values for chunk in cut] == [261_000, 261_000, 78_008, 72, 5]
     values = Counter()
-    for run in cut:
-        assert sum(size for _, size in run.params) == run.num_values
-        values.update(dict(run.params))
+    for chunk in cut:
+        assert sum(size for _, size in chunk.params) == chunk.num_values
+        values.update(dict(chunk.params))
     assert values == {"a": 600_001, "c": 7, "d": 72, "e": 5}

@@ -117,10 +117,10 @@ def test_every_process_group_is_measured_up_to_its_largest_shard(ranks) -> None:
     assert first is twin  # the same ranks: measured once
     assert first.ranks == (0, 1)
     assert first.all_gather.nbytes == (1024, 4096, 16384, 65536, SHARD_BYTES)
-    assert first.reduce_scatter.nbytes[-1] == first.swap.nbytes[-1] == 2 * SHARD_BYTES
+    assert first.reduce_scatter.nbytes[-1] == first.pairwise.nbytes[-1] == 2 * SHARD_BYTES
     assert outcome.sent_bytes.count(SHARD_BYTES) >= 5  # was gathered
     assert outcome.sent_bytes.count(2 * SHARD_BYTES) >= 5  # was reduced
-    for curve in (first.all_gather, first.reduce_scatter, first.swap):
+    for curve in (first.all_gather, first.reduce_scatter, first.pairwise):
         assert curve.measured == (2.0**-19,) * len(curve.nbytes)
         assert curve.seconds(100_000) == pytest.approx(2.0**-19)
     assert first.announce == 2.0**-19
@@ -168,7 +168,7 @@ def _example() -> Calibration:
 
 def test_the_table_tells_rates_of_the_link() -> None:
     text = calibration.table(_example())
-    columns = ["ranks", "all-gather", "reduce-scatter", "swap", "narrowed", "gather", "sizes"]
+    columns = ["ranks", "all-gather", "reduce-scatter", "pairwise", "narrowed", "gather", "sizes"]
     header, group, _, coder, rest = text.splitlines()
     assert header.split() == columns
     assert group.startswith("0-2,8 ")

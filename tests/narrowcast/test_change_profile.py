@@ -211,7 +211,7 @@ def test_both_checks_are_timed_on_every_shard(monkeypatch: pytest.MonkeyPatch) -
 
         def recorded(x_N: Tensor, *rest: object, name: str = name, call=original) -> Tensor:
             checked.append((name, x_N.numel()))
-            # Kept exponents lie in memory of their own.
+            # ShardCache exponents lie in memory of their own.
             assert not any(isinstance(y, Tensor) and y.data_ptr() == x_N.data_ptr() for y in rest)
             return call(x_N, *rest)
 

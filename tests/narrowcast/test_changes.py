@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from narrowcast import NarrowedModel, narrow_all_gather
 from narrowcast.fsdp2 import param_groups
 from narrowcast.wire.packet import head_size
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import Setup, build, local, narrow, same_bits, state_of, train
 
 
@@ -68,10 +68,10 @@ CHANGES = [
 ]
 
 
-def _trained_around(change: Callable, treatment: dict | None) -> tuple[list[float], list]:
-    setup = Setup(narrow=treatment, steps=3)
+def _trained_around(change: Callable, compression: dict | None) -> tuple[list[float], list]:
+    setup = Setup(narrow=compression, steps=3)
     model, optimizer = build(setup)
-    handle = narrow(setup, model, optimizer)[0] if treatment else None
+    handle = narrow(setup, model, optimizer)[0] if compression else None
     losses = train(setup, model, optimizer)
     change(model, handle)
     losses += train(setup, model, optimizer, first_step=3)
@@ -84,8 +84,8 @@ def _trained_around(change: Callable, treatment: dict | None) -> tuple[list[floa
 def _differing(change: Callable) -> list[str]:
     plain_losses, plain_state = _trained_around(change, None)
     differing = []
-    for name in ("value", "exponent", "blocks-hash", "coded"):
-        losses, state = _trained_around(change, TREATMENTS[name])
+    for name in ("delta", "exponent", "blocks-hash", "entropy"):
+        losses, state = _trained_around(change, COMPRESSIONS[name])
         if losses != plain_losses or not same_bits(state, plain_state):
             differing.append(name)
     return differing
@@ -102,8 +102,8 @@ def _gathered_special_values() -> bool:
     model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     same = []
-    for name in ("value", "exponent", "blocks-hash", "coded"):
-        handle = narrow_all_gather(model, **TREATMENTS[name])
+    for name in ("delta", "exponent", "blocks-hash", "entropy"):
+        handle = narrow_all_gather(model, **COMPRESSIONS[name])
         for shift in (0, 0, 1, 12345):
             expected = patterns.roll(shift).view(256, 256)
             shard = local(model.weight.detach())
@@ -121,7 +121,7 @@ def test_every_bf16_pattern_is_gathered_as_it_is(ranks) -> None:
 
 
 def _later_bits_and_groups() -> tuple[int, int]:
-    setup = Setup(narrow=TREATMENTS["value"])
+    setup = Setup(narrow=COMPRESSIONS["delta"])
     model, optimizer = build(setup)
     handle, volumes = narrow(setup, model, optimizer)
     train(setup, model, optimizer)

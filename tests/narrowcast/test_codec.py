@@ -19,10 +19,10 @@ DTYPES = list(LAYOUTS)
 SIZES = [0, 1, 7, 8, 9, 511, 512, 513, 3001]
 BLOCKS = Scheme("exponent", "blocks")
 SCHEMES = {
-    "raw": Scheme("raw"),
-    "coded": Scheme("coded"),
-    "value": Scheme("value"),
-    "difference": Scheme("exponent"),
+    "none": Scheme("none"),
+    "entropy": Scheme("entropy"),
+    "delta": Scheme("delta"),
+    "exponent_delta": Scheme("exponent"),
     "blocks": BLOCKS,
     "blocks-hash": replace(BLOCKS, block_check="hash"),
     "blocks of 7": replace(BLOCKS, block_size=7),
@@ -31,10 +31,10 @@ SCHEMES = {
     "blocks of 5000": replace(BLOCKS, block_size=5000),
 }
 WINNING_FORM = {
-    "raw": Form.RAW,
-    "coded": Form.CODED,
-    "value": Form.VALUE_DIFFERENCE,
-    "difference": Form.EXPONENT_DIFFERENCE,
+    "none": Form.RAW,
+    "entropy": Form.ENTROPY,
+    "delta": Form.DELTA,
+    "exponent_delta": Form.EXPONENT_DELTA,
 }
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -64,8 +64,8 @@ def send(
 ) -> tuple[Encoded, Tensor]:
     """What crosses, and what comes out of it, where ``old`` was sent before."""
     layout = LAYOUTS[dtype]
-    at_sender = None if old is None else codec.sender_keeps(old, scheme, layout)
-    at_receiver = None if old is None else codec.receiver_keeps(old, scheme, layout)
+    at_sender = None if old is None else codec.sender_cache(old, scheme, layout)
+    at_receiver = None if old is None else codec.receiver_cache(old, scheme, layout)
     encoded = codec.encode(new, at_sender, scheme, layout, CODER)
     decoded = codec.decode(encoded, at_receiver, new.numel(), scheme, layout, CODER)
     return encoded, decoded
@@ -109,7 +109,7 @@ def test_shards_of_any_size_and_change_cross_bit_for_bit_in_no_more_than_raw(dty
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_scheme
-def test_every_pattern_crosses_in_the_form_of_its_treatment(dtype, scheme):
+def test_every_pattern_crosses_in_the_form_of_its_compression(dtype, scheme):
     old = every_pattern()
     names = {scheme: name for name, scheme in SCHEMES.items()}
     form = WINNING_FORM.get(names[scheme], Form.EXPONENT_BLOCKS)
@@ -121,7 +121,7 @@ def test_every_pattern_crosses_in_the_form_of_its_treatment(dtype, scheme):
     for new in (old.flip(0), old ^ (1 << 14), old.roll(4097), torch.zeros_like(old)):
         assert_crosses(new, old, scheme, dtype)
         assert_crosses(old, new, scheme, dtype)
-    cold_form = Form.RAW if form == Form.RAW else Form.CODED
+    cold_form = Form.RAW if form == Form.RAW else Form.ENTROPY
     assert assert_crosses(old, None, scheme, dtype).form == cold_form
 
 
@@ -139,16 +139,16 @@ def test_caches_at_both_ends_stay_alike_over_many_steps(dtype, scheme):
         encoded = codec.encode(bits, at_sender, scheme, layout, CODER)
         decoded = codec.decode(encoded, at_receiver, bits.numel(), scheme, layout, CODER)
         assert torch.equal(decoded, bits)
-        at_sender = codec.sender_keeps(bits, scheme, layout)
-        at_receiver = codec.receiver_keeps(decoded, scheme, layout)
+        at_sender = codec.sender_cache(bits, scheme, layout)
+        at_receiver = codec.receiver_cache(decoded, scheme, layout)
 
 
 @each_dtype
 def test_an_unchanged_shard_sends_only_what_the_receiver_does_not_keep(dtype):
     bits = weights(3001, dtype)
     plane = floats.sign_mantissa_bytes(3001, LAYOUTS[dtype])
-    assert assert_crosses(bits, bits, SCHEMES["value"], dtype).size == 0
-    assert assert_crosses(bits, bits, SCHEMES["difference"], dtype).size == plane
+    assert assert_crosses(bits, bits, SCHEMES["delta"], dtype).size == 0
+    assert assert_crosses(bits, bits, SCHEMES["exponent_delta"], dtype).size == plane
     for block_check in ("compare", "hash"):
         scheme = replace(BLOCKS, block_check=block_check)
         assert assert_crosses(bits, bits, scheme, dtype).size == plane + 1  # 6 blocks, 6 bits
@@ -157,29 +157,29 @@ def test_an_unchanged_shard_sends_only_what_the_receiver_does_not_keep(dtype):
 @each_dtype
 def test_what_is_kept_takes_the_stated_memory(dtype):
     bits, layout = weights(1025, dtype), LAYOUTS[dtype]
-    kept_bytes = {
+    cache_bytes = {
         name: [
-            0 if kept is None else kept.numel() * kept.itemsize
-            for kept in (
-                codec.receiver_keeps(bits, scheme, layout),
-                codec.sender_keeps(bits, scheme, layout),
+            0 if cached is None else cached.numel() * cached.itemsize
+            for cached in (
+                codec.receiver_cache(bits, scheme, layout),
+                codec.sender_cache(bits, scheme, layout),
             )
         ]
         for name, scheme in SCHEMES.items()
     }
-    assert kept_bytes["raw"] == kept_bytes["coded"] == [0, 0]
-    assert kept_bytes["value"] == [1025 * dtype.itemsize] * 2
-    assert kept_bytes["difference"] == kept_bytes["blocks"] == [1025, 1025]
-    assert kept_bytes["blocks-hash"] == [1025, 3 * 16]
+    assert cache_bytes["none"] == cache_bytes["entropy"] == [0, 0]
+    assert cache_bytes["delta"] == [1025 * dtype.itemsize] * 2
+    assert cache_bytes["exponent_delta"] == cache_bytes["blocks"] == [1025, 1025]
+    assert cache_bytes["blocks-hash"] == [1025, 3 * 16]
 
 
 @each_dtype
-def test_each_treatment_that_keeps_more_sends_less(dtype):
+def test_each_compression_that_keeps_more_sends_less(dtype):
     old = weights(50_000, dtype)
     new = old + torch.randint(-1, 2, old.shape).to(old.dtype)
     sizes = [
         assert_crosses(new, old, SCHEMES[name], dtype).size
-        for name in ("value", "difference", "coded", "raw")
+        for name in ("delta", "exponent_delta", "entropy", "none")
     ]
     assert sizes == sorted(sizes)
     assert len(set(sizes)) == 4
@@ -282,16 +282,16 @@ def test_neither_end_writes_to_what_it_is_given_nor_needs_it_aligned(dtype, sche
     layout = LAYOUTS[dtype]
     old, new = weights(1604, dtype)[3:], weights(1604, dtype, seed=1)[3:]
     new[100:] = old[100:] + 1
-    at_sender = codec.sender_keeps(old, scheme, layout)
-    at_receiver = codec.receiver_keeps(old, scheme, layout)
+    at_sender = codec.sender_cache(old, scheme, layout)
+    at_receiver = codec.receiver_cache(old, scheme, layout)
     new_before, old_before = new.clone(), old.clone()
-    for kept in ((at_sender, at_receiver), (None, None)):
-        encoded = codec.encode(new, kept[0], scheme, layout, CODER)
+    for cached in ((at_sender, at_receiver), (None, None)):
+        encoded = codec.encode(new, cached[0], scheme, layout, CODER)
         # As they arrive: somewhere within a longer buffer, which is written to afterwards.
         buffer = torch.cat([torch.zeros(1, dtype=torch.uint8), *encoded.sections])
         sections = buffer[1:].split([section.numel() for section in encoded.sections])
         decoded = codec.decode(
-            Encoded(encoded.form, sections), kept[1], new.numel(), scheme, layout, CODER
+            Encoded(encoded.form, sections), cached[1], new.numel(), scheme, layout, CODER
         )
         buffer.fill_(0xA5)
         assert torch.equal(decoded, new_before)
@@ -299,7 +299,7 @@ def test_neither_end_writes_to_what_it_is_given_nor_needs_it_aligned(dtype, sche
     assert torch.equal(new, new_before)
     assert torch.equal(old, old_before)
     if at_receiver is not None:
-        assert torch.equal(at_receiver, codec.receiver_keeps(old_before, scheme, layout))
+        assert torch.equal(at_receiver, codec.receiver_cache(old_before, scheme, layout))
 
 
 @each_dtype
@@ -308,10 +308,10 @@ def test_a_section_of_another_size_is_an_error(dtype, scheme):
     layout = LAYOUTS[dtype]
     old = weights(1601, dtype)
     new = with_exponents_changed(old, [5, 700, 1400], layout)
-    says_unchanged = (Form.VALUE_DIFFERENCE, 0), (Form.EXPONENT_DIFFERENCE, 1)
+    says_unchanged = (Form.DELTA, 0), (Form.EXPONENT_DELTA, 1)
     for bits, before in ((new, old), (old ^ 1, old), (new, None)):
         encoded = assert_crosses(bits, before, scheme, dtype)
-        kept = None if before is None else codec.receiver_keeps(before, scheme, layout)
+        cached = None if before is None else codec.receiver_cache(before, scheme, layout)
         for i, section in enumerate(encoded.sections):
             for size in {0, section.numel() - 1, section.numel() + 1} - {section.numel(), -1}:
                 if size == 0 and (encoded.form, i) in says_unchanged:
@@ -319,14 +319,16 @@ def test_a_section_of_another_size_is_an_error(dtype, scheme):
                 resized = torch.cat([section, section.new_zeros(1)])[:size]
                 sections = (*encoded.sections[:i], resized, *encoded.sections[i + 1 :])
                 with pytest.raises(ValueError, match=r"bytes|zstd"):
-                    codec.decode(Encoded(encoded.form, sections), kept, 1601, scheme, layout, CODER)
+                    codec.decode(
+                        Encoded(encoded.form, sections), cached, 1601, scheme, layout, CODER
+                    )
 
 
 def test_a_bitmap_that_does_not_fit_its_exponents_is_an_error():
     layout = LAYOUTS[torch.bfloat16]
     scheme = replace(BLOCKS, block_size=100)
     old = weights(1601, torch.bfloat16)
-    kept = codec.receiver_keeps(old, scheme, layout)
+    cached = codec.receiver_cache(old, scheme, layout)
     for positions in ([5, 700], []):
         new = with_exponents_changed(old, positions, layout)
         encoded = assert_crosses(new, old, scheme, torch.bfloat16)
@@ -336,15 +338,15 @@ def test_a_bitmap_that_does_not_fit_its_exponents_is_an_error():
             flipped[block // 8] ^= 1 << block % 8
             damaged = Encoded(encoded.form, (plane, flipped, section))
             with pytest.raises(ValueError, match=r"bytes|zstd"):
-                codec.decode(damaged, kept, 1601, scheme, layout, CODER)
+                codec.decode(damaged, cached, 1601, scheme, layout, CODER)
 
 
 @each_dtype
-@pytest.mark.parametrize("name", ["value", "difference", "blocks"])
+@pytest.mark.parametrize("name", ["delta", "exponent_delta", "blocks"])
 def test_a_difference_that_arrives_where_nothing_is_kept_is_an_error(dtype, name):
     bits, layout = weights(600, dtype), LAYOUTS[dtype]
     for new in (bits, with_exponents_changed(bits, [5], layout)):
         encoded = assert_crosses(new, bits, SCHEMES[name], dtype)
-        assert encoded.form not in (Form.RAW, Form.CODED)
-        with pytest.raises(ValueError, match="nothing is kept"):
+        assert encoded.form not in (Form.RAW, Form.ENTROPY)
+        with pytest.raises(ValueError, match="nothing is cached"):
             codec.decode(encoded, None, 600, SCHEMES[name], layout, CODER)

@@ -1,4 +1,5 @@
-"""Treatments are chosen in training: alike on all ranks, within the budget, and no bit differs."""
+"""Compressions are chosen in training: alike on all ranks, within the budget, and no bit
+differs."""
 
 import itertools
 import json
@@ -23,7 +24,7 @@ from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Link
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
 
-AUTO = {"treatment": "auto", "warmup_steps": 4, "reselect_interval": 2}
+AUTO = {"compression": "auto", "warmup_steps": 4, "reselect_interval": 2}
 SLOW, FAST = 1e-6, 1e-18  # seconds a byte
 GIB = 1 << 30
 
@@ -49,7 +50,7 @@ def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
         patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
-        patch.object(all_gather, "Observer", partial(sampling.Observer, share=math.inf)),
+        patch.object(all_gather, "Sampler", partial(sampling.Sampler, share=math.inf)),
         patch.object(controller.Controller, "_rescale", lambda _: None),
         patch.object(controller.Controller, "_rescale_links", lambda _: None),
     ):
@@ -61,43 +62,44 @@ def _narrow(setup: Setup, **settings: Any) -> tuple[Any, Any, NarrowedModel]:
     return model, optimizer, narrow_all_gather(model, optimizer, **{**AUTO, **settings})
 
 
-def _treatments(handle: NarrowedModel) -> dict[str, str]:
+def _compressions(handle: NarrowedModel) -> dict[str, str]:
     return {
-        param.name: "plain" if comm.schemes is None else comm.schemes[param.name].treatment
+        param.name: "plain" if comm.schemes is None else comm.schemes[param.name].compression
         for comm in handle._comms
         for param in comm.group.params
     }
 
 
 def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any]) -> Any:
-    """Trains plain and with ``auto``: treatments and bytes kept by step, and whether bits agree."""
+    """Trains plain and with ``auto``: compressions and bytes cached by step, and whether bits
+    agree."""
     model, optimizer = build(setup)
     losses = train(setup, model, optimizer)
     plain = state_of(model, optimizer)
     with on_a_link(seconds_per_byte):
         model, optimizer, handle = _narrow(setup, **settings)
-        kept, steps = [], []
-        optimizer.register_step_post_hook(lambda *_: kept.append(handle.kept_bytes))
-        optimizer.register_step_post_hook(lambda *_: steps.append(_treatments(handle)))
+        cached, steps = [], []
+        optimizer.register_step_post_hook(lambda *_: cached.append(handle.cache_bytes))
+        optimizer.register_step_post_hook(lambda *_: steps.append(_compressions(handle)))
         equal = train(setup, model, optimizer) == losses
         equal = equal and same_bits(state_of(model, optimizer), plain)
-        kept.append(handle.kept_bytes)
+        cached.append(handle.cache_bytes)
         choice = handle.selection.choice
         handle.remove()
-    return {"steps": steps, "equal": equal, "kept": kept, "choice": choice}
+    return {"steps": steps, "equal": equal, "cached": cached, "choice": choice}
 
 
 def test_on_a_slow_link_all_values_are_kept_after_the_warm_up(ranks) -> None:
     for one in ranks(2).run(_train_auto, SLOW, Setup(steps=6), {}):
         assert one["equal"]
         assert set(one["steps"][2].values()) == {"plain"}
-        assert set(one["steps"][3].values()) == {"value"}
-        assert one["kept"][-1] == one["choice"].cache_bytes > 0
+        assert set(one["steps"][3].values()) == {"delta"}
+        assert one["cached"][-1] == one["choice"].cache_bytes > 0
         assert one["choice"].seconds < 0.5 * one["choice"].plain_seconds
 
 
 def _log_of(
-    seconds_per_byte: float, treatment: str, incompressible: bool = False
+    seconds_per_byte: float, compression: str, incompressible: bool = False
 ) -> tuple[list[str], Any, dict[str, float]]:
     records: list[str] = []
 
@@ -119,9 +121,9 @@ def _log_of(
 
         if incompressible:
             optimizer.register_step_post_hook(draw_all_bits)
-        handle = narrow_all_gather(model, optimizer, **{**AUTO, "treatment": treatment})
+        handle = narrow_all_gather(model, optimizer, **{**AUTO, "compression": compression})
         train(setup, model, optimizer)
-        last = _treatments(handle), handle.kept_bytes
+        last = _compressions(handle), handle.cache_bytes
         changes = {kind: c.values for kind, c in handle.ledger.last.changes.items()}
         handle.remove()
     logger.removeHandler(keep)
@@ -132,9 +134,9 @@ def _log_of(
 def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible: bool) -> None:
     """On a fast link; on a slow one where all bits change in every step, and are gathered once."""
     logs = ranks(2).run(_log_of, SLOW if incompressible else FAST, "auto", incompressible)
-    for _, (treatments, kept_bytes), _ in logs:
-        assert set(treatments.values()) == {"plain"}
-        assert kept_bytes == 0
+    for _, (compressions, cache_bytes), _ in logs:
+        assert set(compressions.values()) == {"plain"}
+        assert cache_bytes == 0
     said = "\n".join(logs[0][0])
     assert "chosen after step 4" in said
     assert "plain" in said
@@ -143,9 +145,9 @@ def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible:
 
 
 def test_observing_reports_what_it_would_choose_and_changes_nothing(ranks) -> None:
-    for records, (treatments, kept_bytes), changes in ranks(2).run(_log_of, SLOW, "observe"):
-        assert set(treatments.values()) == {"plain"}
-        assert kept_bytes == 0
+    for records, (compressions, cache_bytes), changes in ranks(2).run(_log_of, SLOW, "observe"):
+        assert set(compressions.values()) == {"plain"}
+        assert cache_bytes == 0
         assert changes.keys() >= {"expert_ffn", "router", "norm"}
         if records:
             assert "would be chosen (nothing is applied)" in "\n".join(records)
@@ -156,12 +158,12 @@ def test_the_budget_is_never_exceeded(ranks, reshard: bool | int, share: float) 
     setup = Setup(steps=7, reshard=reshard)
     world_size = 4 if reshard == 2 else 2
     (unlimited, *_) = ranks(world_size).run(_train_auto, SLOW, setup, {})
-    assert unlimited["kept"][-1] == unlimited["choice"].cache_bytes
+    assert unlimited["cached"][-1] == unlimited["choice"].cache_bytes
     budget = int(share * unlimited["choice"].cache_bytes)
     for one in ranks(world_size).run(_train_auto, SLOW, setup, {"cache_budget_gib": budget / GIB}):
         assert one["equal"]
-        assert max(one["kept"]) <= budget
-        assert one["kept"][-1] == one["choice"].cache_bytes
+        assert max(one["cached"]) <= budget
+        assert one["cached"][-1] == one["choice"].cache_bytes
         assert one["choice"].cache_bytes > 0.5 * budget or not budget
 
 
@@ -172,7 +174,7 @@ def _choose_in_noise(_: None) -> Any:
         setup = Setup(steps=9, num_experts=7)
         model, optimizer, handle = _narrow(setup, cache_budget_gib=20_000 / GIB)
         chosen = []
-        optimizer.register_step_post_hook(lambda *_: chosen.append(_treatments(handle)))
+        optimizer.register_step_post_hook(lambda *_: chosen.append(_compressions(handle)))
         train(setup, model, optimizer)
         handle.remove()
     return chosen
@@ -196,11 +198,11 @@ def _with_a_shard_that_jumps(_: None) -> list[str]:
         def jump(*_: Any) -> None:
             if next(step) >= 6:
                 local(jumper.data).normal_()
-            chosen.append(_treatments(handle))
+            chosen.append(_compressions(handle))
 
         optimizer.register_step_pre_hook(jump)
         train(setup, model, optimizer)
-        last, changed = _treatments(handle), handle.selection.changed
+        last, changed = _compressions(handle), handle.selection.changed
         handle.remove()
     others = {last[name] for name in ("0.experts.w2_EDF", "1.experts.w1_EFD", "1.experts.w2_EDF")}
     return [chosen[5]["0.experts.w1_EFD"], last["0.experts.w1_EFD"], *others, str(changed > 0)]
@@ -208,30 +210,30 @@ def _with_a_shard_that_jumps(_: None) -> list[str]:
 
 def test_a_shard_whose_change_rate_jumps_is_dropped(ranks) -> None:
     for before, after, *others, was_counted in ranks(2).run(_with_a_shard_that_jumps, None):
-        assert before == "value"
-        assert after == "coded"
-        assert others == ["value"]
+        assert before == "delta"
+        assert after == "entropy"
+        assert others == ["delta"]
         assert was_counted == "True"
 
 
 @contextmanager
 def ever_other_choices() -> Iterator[None]:
-    """Each look chooses other treatments for every shard, and plain for some group."""
+    """Each look chooses other compressions for every shard, and plain for some group."""
     looks = itertools.count()
     choose = solver.choose
 
     def scripted(groups: list[solver.Group], *arguments: Any) -> solver.Choice:
         look = next(looks)
         turns = itertools.count(look)
-        treatments = {
+        compressions = {
             group.name: {
-                shard.name: ("value", "exponent", "raw", "coded", "value")[next(turns) % 5]
+                shard.name: ("delta", "exponent", "none", "entropy", "delta")[next(turns) % 5]
                 for shard in group.shards
             }
             for index, group in enumerate(groups)
             if (index + look) % 4
         }
-        return replace(choose(groups, *arguments), treatments=treatments)
+        return replace(choose(groups, *arguments), compressions=compressions)
 
     with patch.object(controller.selection, "choose", scripted):
         yield
@@ -243,8 +245,8 @@ def _change_in_mid_run(setup: Setup, settings: dict[str, Any]) -> Any:
 
 
 MODES = {
-    "difference": ({}, {}),
-    "hashes": ({}, {"exponent_exchange": "blocks", "block_check": "hash", "block_size": 64}),
+    "exponent_delta": ({}, {}),
+    "hashes": ({}, {"exponent_coding": "blocks", "block_check": "hash", "block_size": 64}),
     "resharded to pairs": ({"reshard": 2}, {}),
     "fp32, async, hsdp": (
         {"gathered": torch.float32, "async_unshard": True, "prefetch": True, "replicas": 2},
@@ -253,7 +255,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", wide_but(MODES, "difference", "fp32, async, hsdp"))
+@pytest.mark.parametrize("mode", wide_but(MODES, "exponent_delta", "fp32, async, hsdp"))
 def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> None:
     sharding, settings = MODES[mode]
     setup = replace(Setup(steps=11), **sharding)
@@ -263,10 +265,10 @@ def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> 
         assert len({tuple(step.items()) for step in one["steps"]}) >= 6
         assert {t for step in one["steps"] for t in step.values()} == {
             "plain",
-            "value",
+            "delta",
             "exponent",
-            "raw",
-            "coded",
+            "none",
+            "entropy",
         }
 
 
@@ -274,7 +276,7 @@ def _paused_steps(_: None) -> list[int]:
     with on_a_link(SLOW):
         model, optimizer, handle = _narrow(Setup(steps=9), reselect_interval=5, warmup_steps=3)
         selection, paused = handle.selection, []
-        with patch.object(selection.observer, "pause", lambda: paused.append(selection.step)):
+        with patch.object(selection.sampler, "pause", lambda: paused.append(selection.step)):
             train(Setup(steps=9), model, optimizer)
         handle.remove()
     return paused
@@ -288,7 +290,7 @@ def test_steps_that_are_not_watched_are_no_part_of_the_next_look(ranks) -> None:
 def _reductions_beside_coded_gradients(_: None) -> set[str]:
     with on_a_link(SLOW):
         model, optimizer, handle = _narrow(Setup(steps=5))
-        gradients = narrow_reduce_scatter(model, optimizer, treatment="coded")
+        gradients = narrow_reduce_scatter(model, optimizer, compression="entropy")
         train(Setup(steps=5), model, optimizer)
         labels = {one.label for one in handle.selection.reductions}
         handle.remove()
@@ -306,7 +308,7 @@ def _report(folder: Path, pieces_a_step: float | None = None) -> None:
         setup = Setup(steps=6)
         model, optimizer, handle = _narrow(setup, report=folder)
         if pieces_a_step is not None:
-            handle.selection.observer.pieces_a_step = pieces_a_step
+            handle.selection.sampler.pieces_a_step = pieces_a_step
         train(setup, model, optimizer)
         handle.remove()
 
@@ -378,9 +380,9 @@ def _fail_to_solve(_: None) -> tuple[set[str], bool]:
         setup = Setup(steps=5)
         model, optimizer, handle = _narrow(setup)
         train(setup, model, optimizer)
-        treatments = set(_treatments(handle).values())
+        compressions = set(_compressions(handle).values())
         handle.remove()
-    return treatments, handle.selection.choice is None
+    return compressions, handle.selection.choice is None
 
 
 def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
@@ -395,8 +397,8 @@ def _coding_scales(_: None) -> list[float]:
         train(setup, model, optimizer)
     selection = handle.selection
     predicted = sum(
-        shard.options[comm.schemes[shard.name].treatment].decoding
-        + shard.options[comm.schemes[shard.name].treatment].encoding
+        shard.options[comm.schemes[shard.name].compression].decoding
+        + shard.options[comm.schemes[shard.name].compression].encoding
         for group, comm in zip(selection._make_problem(1.0), handle._comms, strict=True)
         for shard in group.shards
     )
@@ -418,7 +420,7 @@ def _link_scale(_: None) -> tuple[float, float]:
     """Plain gathers take a second on the rank that comes last to each, and two on the other."""
     with on_a_link(SLOW):
         setup = Setup(steps=3)
-        model, optimizer, handle = _narrow(setup, treatment="observe")
+        model, optimizer, handle = _narrow(setup, compression="observe")
         train(setup, model, optimizer)
     measured = predicted = 0.0
     for comm in handle._comms:
@@ -437,7 +439,7 @@ def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
 
 
 def test_without_an_optimizer_auto_is_refused(ranks) -> None:
-    assert all("treatment = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
+    assert all("compression = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
 
 
 def _refused_without_optimizer() -> str:

@@ -12,7 +12,7 @@ from narrowcast import NarrowedModel, narrow_all_gather
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.wire.coders import CODERS, Zstd
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import Setup, build, narrow, train
 from tests.ranks import Raised
 
@@ -24,27 +24,27 @@ def _is_culprit() -> bool:
 
 
 def _tamper(handle: NarrowedModel, change: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    """On one rank, changes every prepared payload, given with the size of its head."""
+    """On one rank, changes every prepared payload, given with the size of its header."""
     for comm in handle._comms:
         for state in comm.states.values():
             prepared = state.prepared
             if _is_culprit() and prepared is not None:
-                payload = change(prepared.payload.clone(), state.head_size)
+                payload = change(prepared.payload.clone(), state.header_size)
                 state.prepared = replace(prepared, payload=payload)
 
 
-def _flip_first_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
+def _flip_first_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
     payload[0] ^= 1
     return payload
 
 
-def _flip_head_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
-    payload[head_size // 2] ^= 1
+def _flip_head_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
+    payload[header_size // 2] ^= 1
     return payload
 
 
-def _flip_body_byte(payload: torch.Tensor, head_size: int) -> torch.Tensor:
-    payload[head_size + 5] ^= 1
+def _flip_body_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
+    payload[header_size + 5] ^= 1
     return payload
 
 
@@ -58,7 +58,7 @@ def _damage_cache(handle: NarrowedModel) -> None:
     if _is_culprit():
         for comm in handle._comms:
             for state in comm.states.values():
-                state.kept[0][0][0] ^= 1
+                state.cache[0][0][0] ^= 1
 
 
 def _encode_with(coder: Zstd, handle: NarrowedModel) -> None:
@@ -115,8 +115,8 @@ FAULTS = {
 }
 
 
-def _train_with_fault(fault: Callable, treatment: dict) -> None:
-    setup = Setup(narrow=treatment, steps=3)
+def _train_with_fault(fault: Callable, compression: dict) -> None:
+    setup = Setup(narrow=compression, steps=3)
     model, optimizer = build(setup)
     handle, _ = narrow(setup, model, optimizer)
     train(setup, model, optimizer)
@@ -134,25 +134,27 @@ def _assert_same_error(outcomes: list, name: str, part: str) -> None:
     assert part in outcomes[0].message
 
 
-@pytest.mark.parametrize("treatment", ["value", "exponent", "blocks-hash"])
+@pytest.mark.parametrize("compression", ["delta", "exponent", "blocks-hash"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
-def test_every_rank_raises_the_same_error(ranks, fault: Callable, treatment: str) -> None:
+def test_every_rank_raises_the_same_error(ranks, fault: Callable, compression: str) -> None:
     name, part = FAULTS[fault]
-    outcomes = ranks(4).outcomes(_train_with_fault, fault, TREATMENTS[treatment], timeout_s=SOON_S)
+    outcomes = ranks(4).outcomes(
+        _train_with_fault, fault, COMPRESSIONS[compression], timeout_s=SOON_S
+    )
     _assert_same_error(outcomes, name, part)
 
 
 def test_verification_finds_a_damaged_cache(ranks) -> None:
-    treatment = {**TREATMENTS["value"], "verify_interval": 1}
-    outcomes = ranks(4).outcomes(_train_with_fault, _damage_cache, treatment, timeout_s=SOON_S)
+    compression = {**COMPRESSIONS["delta"], "verify_interval": 1}
+    outcomes = ranks(4).outcomes(_train_with_fault, _damage_cache, compression, timeout_s=SOON_S)
     _assert_same_error(outcomes, "VerificationError", "rank 0")
 
 
 def _train_with_settings_by_rank() -> None:
     setup = Setup()
     model, optimizer = build(setup)
-    treatment = "exponent" if _is_culprit() else "value"
-    handle = narrow_all_gather(model, optimizer, treatment=treatment)
+    compression = "exponent" if _is_culprit() else "delta"
+    handle = narrow_all_gather(model, optimizer, compression=compression)
     try:
         train(setup, model, optimizer)
     finally:
@@ -161,12 +163,12 @@ def _train_with_settings_by_rank() -> None:
 
 def test_settings_that_differ_by_rank_are_an_error(ranks) -> None:
     outcomes = ranks(4).outcomes(_train_with_settings_by_rank, timeout_s=SOON_S)
-    _assert_same_error(outcomes, "SettingsError", "of 'treatment': {0: 'value', 1: 'exponent'")
+    _assert_same_error(outcomes, "SettingsError", "of 'compression': {0: 'delta', 1: 'exponent'")
 
 
 def _narrow_with_a_wrong_argument_on_one_rank() -> None:
     model, optimizer = build(Setup())
-    narrow_all_gather(model, optimizer, treatment="value", block_size=0 if _is_culprit() else 512)
+    narrow_all_gather(model, optimizer, compression="delta", block_size=0 if _is_culprit() else 512)
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
@@ -177,7 +179,7 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
 
 
 def _reset_after_dropped_cache() -> bool:
-    setup = Setup(narrow=TREATMENTS["value"], steps=3)
+    setup = Setup(narrow=COMPRESSIONS["delta"], steps=3)
     model, optimizer = build(setup)
     plain_losses = train(setup, model, optimizer) + train(setup, model, optimizer, first_step=3)
     model, optimizer = build(setup)
@@ -195,13 +197,13 @@ def test_reset_on_every_rank_mends_a_dropped_cache(ranks) -> None:
 
 
 WRONG_ARGUMENTS = {
-    "treatment": ("values", "'auto', 'observe', 'value', 'exponent', 'coded', 'raw'"),
-    "exponent_exchange": ("block", "'difference', 'blocks'"),
+    "compression": ("values", "'auto', 'observe', 'delta', 'exponent', 'entropy', 'none'"),
+    "exponent_coding": ("block", "'delta', 'blocks'"),
     "block_check": ("sha", "'compare', 'hash'"),
     "block_size": (0, "1 to 262144"),
     "block_size ": (10**12, "1 to 262144"),
     "verify_interval": (-1, "0 (never) and more"),
-    "coder": ("ans", "'auto', 'zstd'"),
+    "entropy_coder": ("ans", "'auto', 'zstd'"),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
     "cache_budget_gib": (-0.5, "a number of at least 0"),
@@ -218,7 +220,7 @@ def _wrong_argument(name: str, value: object) -> str:
     model, optimizer = build(Setup())
     with pytest.raises(ValueError, match=name) as error:
         narrow_all_gather(model, **{"optimizer": optimizer, name: value})
-    narrow_all_gather(model, optimizer, treatment="value").remove()  # nothing was left half done
+    narrow_all_gather(model, optimizer, compression="delta").remove()  # nothing was left half done
     return str(error.value)
 
 
@@ -230,16 +232,16 @@ def test_a_wrong_argument_is_named_with_what_is_allowed(ranks, name: str) -> Non
         assert allowed in message
 
 
-def _budget_of_a_fixed_treatment() -> str:
+def _budget_of_a_fixed_compression() -> str:
     model, optimizer = build(Setup())
     with pytest.raises(ValueError, match="cache_budget_gib") as error:
-        narrow_all_gather(model, optimizer, treatment="value", cache_budget_gib=0.5)
+        narrow_all_gather(model, optimizer, compression="delta", cache_budget_gib=0.5)
     return str(error.value)
 
 
-def test_what_only_auto_heeds_is_refused_with_a_fixed_treatment(ranks) -> None:
-    for message in ranks(2).run(_budget_of_a_fixed_treatment):
-        assert "not 'value'" in message
+def test_what_only_auto_heeds_is_refused_with_a_fixed_compression(ranks) -> None:
+    for message in ranks(2).run(_budget_of_a_fixed_compression):
+        assert "not 'delta'" in message
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
@@ -255,9 +257,9 @@ def test_what_is_no_model_is_refused(model: object) -> None:
 
 def _narrow_twice() -> None:
     model, optimizer = build(Setup())
-    handle = narrow_all_gather(model, optimizer, treatment="value")
+    handle = narrow_all_gather(model, optimizer, compression="delta")
     try:
-        narrow_all_gather(model, optimizer, treatment="value")
+        narrow_all_gather(model, optimizer, compression="delta")
     finally:
         handle.remove()
 
@@ -270,9 +272,9 @@ def test_narrowing_twice_is_refused(ranks) -> None:
 
 def _removed_twice() -> tuple[bool, int]:
     model, optimizer = build(Setup())
-    old = narrow_all_gather(model, optimizer, treatment="value")
+    old = narrow_all_gather(model, optimizer, compression="delta")
     old.remove()
-    new = narrow_all_gather(model, optimizer, treatment="value")
+    new = narrow_all_gather(model, optimizer, compression="delta")
     old.remove()
     old.refresh()
     narrowed = all(type(group.all_gather) is NarrowAllGather for group in param_groups(model))
@@ -289,17 +291,17 @@ def test_a_removed_handle_leaves_a_newer_one_alone(ranks) -> None:
         assert sent > 0
 
 
-def _groups_narrowed(parameters: list[str], treatment: str) -> list[bool]:
+def _groups_narrowed(parameters: list[str], compression: str) -> list[bool]:
     model, optimizer = build(Setup())
-    handle = narrow_all_gather(model, optimizer, treatment=treatment, parameters=parameters)
+    handle = narrow_all_gather(model, optimizer, compression=compression, parameters=parameters)
     narrowed = [type(group.all_gather) is NarrowAllGather for group in param_groups(model)]
     handle.remove()
     return narrowed
 
 
 def test_groups_with_nothing_to_treat_are_left_to_fsdp(ranks) -> None:
-    assert ranks(2).run(_groups_narrowed, ["0.*"], "value") == [[False, True, False]] * 2
-    assert ranks(2).run(_groups_narrowed, ["*"], "raw") == [[True] * 3] * 2
+    assert ranks(2).run(_groups_narrowed, ["0.*"], "delta") == [[False, True, False]] * 2
+    assert ranks(2).run(_groups_narrowed, ["*"], "none") == [[True] * 3] * 2
 
 
 def test_coders_are_registered_under_their_own_wire_ids() -> None:

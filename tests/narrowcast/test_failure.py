@@ -31,16 +31,16 @@ _PACKAGE = str(Path(narrowcast.__file__).parent)
 Place = tuple[str, int]  # a file of the package, and a line of it
 
 NONE_LEFT = MemoryError("none left")
-GRADIENTS = {"treatment": "coded"}
+GRADIENTS = {"compression": "entropy"}
 SCENARIOS = {
-    "value": {"treatment": "value", "verify_interval": 2},
-    "auto": {"treatment": "auto", "warmup_steps": 3, "reselect_interval": 2},
-    "observe": {"treatment": "observe", "warmup_steps": 3, "reselect_interval": 2},
-    "difference": {"treatment": "exponent"},
-    "blocks": {"treatment": "exponent", "exponent_exchange": "blocks"},
-    "hashes": {"treatment": "exponent", "exponent_exchange": "blocks", "block_check": "hash"},
-    "coded": {"treatment": "coded"},
-    "raw": {"treatment": "raw"},
+    "delta": {"compression": "delta", "verify_interval": 2},
+    "auto": {"compression": "auto", "warmup_steps": 3, "reselect_interval": 2},
+    "observe": {"compression": "observe", "warmup_steps": 3, "reselect_interval": 2},
+    "exponent_delta": {"compression": "exponent"},
+    "blocks": {"compression": "exponent", "exponent_coding": "blocks"},
+    "hashes": {"compression": "exponent", "exponent_coding": "blocks", "block_check": "hash"},
+    "entropy": {"compression": "entropy"},
+    "none": {"compression": "none"},
 }
 
 
@@ -115,7 +115,7 @@ def _fail_everywhere(
     errors._GRACE_S = 0.05
     rank, world_size = dist.get_rank(), dist.get_world_size()
     patched = pytest.MonkeyPatch()
-    patched.setattr(all_gather, "Observer", partial(sampling.Observer, share=1e9))
+    patched.setattr(all_gather, "Sampler", partial(sampling.Sampler, share=1e9))
     calibrate = partial(controller.calibration.calibrate, seconds=0.05)
     patched.setattr(controller.calibration, "calibrate", calibrate)
     found = []
@@ -168,11 +168,11 @@ def _scenario(name: str) -> Setup:
 
 
 def test_a_rank_that_fails_in_any_function_of_a_step_ends_all_with_its_error() -> None:
-    assert _assert_all_alike(_scenario("value")) > 40
+    assert _assert_all_alike(_scenario("delta")) > 40
 
 
 def test_a_rank_that_fails_where_shards_are_looked_at_ends_all_with_its_error() -> None:
-    assert _assert_all_alike(_scenario("auto"), known=_scenario("value")) > 20
+    assert _assert_all_alike(_scenario("auto"), known=_scenario("delta")) > 20
 
 
 @pytest.mark.wide
@@ -180,7 +180,7 @@ def test_a_rank_that_fails_where_shards_are_looked_at_ends_all_with_its_error() 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_rank_that_fails_at_any_line_ends_all_with_its_error(scenario: str) -> None:
     """Lines that an earlier scenario passes too are tried with it alone."""
-    known = {"value": None, "observe": _scenario("auto")}.get(scenario, _scenario("value"))
+    known = {"delta": None, "observe": _scenario("auto")}.get(scenario, _scenario("delta"))
     _assert_all_alike(_scenario(scenario), known, every_line=True)
 
 
@@ -210,7 +210,7 @@ def _fail_in_one_replica(setup: Setup) -> None:
 
 @pytest.mark.parametrize("counts", [True, False])
 def test_ranks_of_another_replica_raise_it_too(ranks, counts: bool) -> None:
-    narrow = {"treatment": "value", "volume": counts}
+    narrow = {"compression": "delta", "volume": counts}
     setup = Setup(narrow=narrow, replicas=2, steps=2)
     _assert_same_error(ranks(4).outcomes(_fail_in_one_replica, setup, timeout_s=6 * SOON_S))
 
@@ -225,7 +225,7 @@ def _build_stage() -> tuple[nn.Module, torch.optim.Optimizer]:
 def _stop_in_encoding() -> None:
     """A StopIteration is what a context manager lets through as it is."""
     model, optimizer = build(Setup())
-    with narrowed(Setup(narrow={"treatment": "value"}), model, optimizer):
+    with narrowed(Setup(narrow={"compression": "delta"}), model, optimizer):
         if dist.get_rank() == 1:
 
             def find(*_: object) -> None:
@@ -263,7 +263,7 @@ def test_ranks_that_fail_long_after_each_other_agree_that_all_is_over(ranks) -> 
 
 def _train_stages(passes_on: bool) -> None:
     model, optimizer = _build_stage()
-    narrow_all_gather(model, optimizer, treatment="value")
+    narrow_all_gather(model, optimizer, compression="delta")
     rank, x_TD = dist.get_rank(), torch.ones(2, 8)
     for step in range(200):
         if step == 2:
@@ -296,7 +296,7 @@ def test_a_stage_that_waits_in_a_receive_of_its_own_raises_it_too(ranks) -> None
 def _narrow_stages(wrong: str) -> None:
     model, optimizer = _build_stage()
     is_second = dist.get_rank() >= 2
-    arguments: dict[str, Any] = {"treatment": "value"}
+    arguments: dict[str, Any] = {"compression": "delta"}
     if is_second and wrong == "a pattern":
         arguments["parameters"] = ["*.no_such"]
     if is_second and wrong == "a model that is not sharded":
@@ -314,7 +314,7 @@ def test_what_is_wrong_on_one_stage_is_told_on_all(ranks, wrong: str) -> None:
 
 def _narrow_on_two_of_four() -> int:
     """The others do something else."""
-    all_gather.Observer = partial(sampling.Observer, share=1e9)
+    all_gather.Sampler = partial(sampling.Sampler, share=1e9)
     group = dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))["shard"]
     if dist.get_rank() >= 2:
@@ -322,7 +322,7 @@ def _narrow_on_two_of_four() -> int:
     model = fully_shard(nn.Linear(8, 8), mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     handle = narrow_all_gather(
-        model, optimizer, treatment="auto", warmup_steps=3, process_group=group
+        model, optimizer, compression="auto", warmup_steps=3, process_group=group
     )
     for _ in range(5):
         model(torch.ones(2, 8)).sum().backward()

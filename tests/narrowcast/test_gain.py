@@ -1,4 +1,4 @@
-"""What a treatment costs a step, by numbers that can be checked by hand, and what it keeps."""
+"""What a compression costs a step, by numbers that can be checked by hand, and what it keeps."""
 
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import cost_model
 from narrowcast.autotune.calibration import Curve, Links
 from narrowcast.autotune.cost_model import Gathered, problem
-from narrowcast.autotune.sampling import ALL, TREATMENTS, Cost, Seen
+from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
 from narrowcast.autotune.solver import Group, Option, choose
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import Changes
@@ -18,28 +18,28 @@ from narrowcast.wire import packet
 from tests.narrowcast.training import Setup, build, narrow, train
 
 BF16 = torch.bfloat16
-DIFFERENCE = Scheme("value", "difference")
+DIFFERENCE = Scheme("delta", "delta")
 CURVE = Curve(latency=7.0, seconds_per_byte=10.0, error=0.0, nbytes=(), measured=())
 LINKS = Links(
     (0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, unchanged_per_byte=0.0, announce=0.0
 )
 # A value, in the first gather of a step and in a later one: bytes, and seconds.
 COSTS = {
-    "value": Cost(0.5, 0, 0, 0, 3, 1, 2, 1),
+    "delta": Cost(0.5, 0, 0, 0, 3, 1, 2, 1),
     "exponent": Cost(1.25, 1, 4, 2, 5, 3, 3, 2),
-    "coded": Cost(1.5, 1.5, 0, 0, 6, 6, 4, 4),
-    "raw": Cost(2, 2, 0, 0, 1, 1, 1, 1),
+    "entropy": Cost(1.5, 1.5, 0, 0, 6, 6, 4, 4),
+    "none": Cost(2, 2, 0, 0, 1, 1, 1, 1),
 }
 
 
-def seen(values: int = 8, faster: float = 1.0, smaller: float = 1.0) -> Seen:
+def seen(values: int = 8, faster: float = 1.0, smaller: float = 1.0) -> SampleStats:
     """Of so many values, with the costs above, but for other times and bytes."""
     costs = []
-    for treatment in TREATMENTS:
-        cost = COSTS[treatment]
+    for compression in COMPRESSIONS:
+        cost = COSTS[compression]
         sizes = {"first_bytes": cost.first_bytes / smaller, "later_bytes": cost.later_bytes}
         costs.append(replace(cost.scaled(1 / faster), **sizes).scaled(values))
-    return Seen(Changes(values=values), tuple(costs))
+    return SampleStats(Changes(values=values), tuple(costs))
 
 
 def gathered(*numels: int, dtype: torch.dtype = BF16, **changes: Any) -> Gathered:
@@ -53,8 +53,8 @@ def gathered(*numels: int, dtype: torch.dtype = BF16, **changes: Any) -> Gathere
         hidden=0.0,
         host=(0.0, 0.0),
         announce=0.0,
-        treatments={},
-        treatable=frozenset(names),
+        compressions={},
+        compressible=frozenset(names),
     )
     return replace(whole, **changes)
 
@@ -69,36 +69,36 @@ def options(group: Gathered, scheme: Scheme = DIFFERENCE, **arguments: Any) -> d
 def test_every_term_of_the_gain_is_counted_for_every_gather_of_a_step() -> None:
     found = options(gathered(1000))
     assert {name: option.link for name, option in found.items()} == {
-        "value": 10 * 1000 * 0.5,  # nothing in the later gather
+        "delta": 10 * 1000 * 0.5,  # nothing in the later gather
         "exponent": 10 * 1000 * (1.25 + 1),
-        "coded": 10 * 1000 * 2 * 1.5,
-        "raw": 10 * 1000 * 2 * 2,
+        "entropy": 10 * 1000 * 2 * 1.5,
+        "none": 10 * 1000 * 2 * 2,
     }
     assert {name: option.hashing for name, option in found.items()} == {
-        **{"value": 0, "coded": 0, "raw": 0},
+        **{"delta": 0, "entropy": 0, "none": 0},
         "exponent": 1000 * (4 + 2),
     }
     assert {name: option.encoding for name, option in found.items()} == {
-        "value": 1000 * (3 + 1),
+        "delta": 1000 * (3 + 1),
         "exponent": 1000 * (5 + 3),
-        "coded": 1000 * 2 * 6,
-        "raw": 1000 * 2 * 1,
+        "entropy": 1000 * 2 * 6,
+        "none": 1000 * 2 * 1,
     }
     assert {name: option.decoding for name, option in found.items()} == {
-        "value": 4 * 1000 * (2 + 1),  # the shards of all ranks
+        "delta": 4 * 1000 * (2 + 1),  # the shards of all ranks
         "exponent": 4 * 1000 * (3 + 2),
-        "coded": 4 * 1000 * 2 * 4,
-        "raw": 4 * 1000 * 2 * 1,
+        "entropy": 4 * 1000 * 2 * 4,
+        "none": 4 * 1000 * 2 * 1,
     }
     assert {name: option.bits for name, option in found.items()} == {
-        **{"value": 4, "exponent": 10, "coded": 12, "raw": 16}
+        **{"delta": 4, "exponent": 10, "entropy": 12, "none": 16}
     }
     assert {name: option.cache_bytes for name, option in found.items()} == {
-        **{"value": 4 * 1000 * 2, "exponent": 4 * 1000, "coded": 0, "raw": 0}
+        **{"delta": 4 * 1000 * 2, "exponent": 4 * 1000, "entropy": 0, "none": 0}
     }
 
 
-def test_what_whole_shards_take_beyond_their_pieces_is_counted_for_every_treatment() -> None:
+def test_what_whole_shards_take_beyond_their_pieces_is_counted_for_every_compression() -> None:
     """In an unchanged gather a value takes 1 to encode and 4 x 1 to decode, by its pieces."""
     for world_size, unchanged, more in ((4, 10.0, 2 * 10 - 5), (2, 10.0, 10 - 3), (4, 2.0, 0)):
         sites = {"times": {(world_size, 1000): 2.0}}
@@ -126,51 +126,51 @@ def test_caches_in_host_memory_cost_their_way_to_the_device_and_back() -> None:
     more = {name: on_host[name].seconds - on_device[name].seconds for name in on_host}
     # From it for both gathers, and to it once.
     assert more == {
-        **{"value": 8000 * (2 * 0.5 + 0.25), "exponent": 4000 * (2 * 0.5 + 0.25)},
-        **{"coded": 0, "raw": 0},
+        **{"delta": 8000 * (2 * 0.5 + 0.25), "exponent": 4000 * (2 * 0.5 + 0.25)},
+        **{"entropy": 0, "none": 0},
     }
 
 
 def test_plain_and_narrowed_gathers_differ_by_heads_handling_and_the_sizes_announced() -> None:
     group = gathered(1000, 400_000, announce=11.0)  # two runs
     (one,) = problem([group], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
-    narrowed = replace(group, treatments={"w0": "value", "w1": "raw"})
-    (in_force,) = problem([narrowed], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
-    assert (one.in_force, in_force.in_force) == (False, True)
+    narrowed = replace(group, compressions={"w0": "delta", "w1": "none"})
+    (is_current,) = problem([narrowed], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+    assert (one.is_current, is_current.is_current) == (False, True)
     assert [shard.plain for shard in one.shards] == [2 * 10 * 2 * 1000, 2 * 10 * 2 * 400_000]
     assert one.plain_latency == 2 * 7
-    assert one.overhead == 2 * (7 + 3 + 10 * packet.head_size(2)) + 11
+    assert one.overhead == 2 * (7 + 3 + 10 * packet.header_size(2)) + 11
     assert [shard.values for shard in one.shards] == [1000, 400_000]
 
 
-COLD = {"value": 10 * 1000 * (1.5 - 0.5) / 100, "exponent": 10 * 1000 * (1.5 - 1.25) / 100}
+COLD = {"delta": 10 * 1000 * (1.5 - 0.5) / 100, "exponent": 10 * 1000 * (1.5 - 1.25) / 100}
 
 
 @pytest.mark.parametrize(
-    ("in_force", "cold"),
+    ("is_current", "cold"),
     [
-        (None, {"value", "exponent"}),
-        ("raw", {"value", "exponent"}),
-        ("coded", {"value", "exponent"}),
-        ("exponent", {"value"}),
-        ("value", set()),  # exponents are made of the values
+        (None, {"delta", "exponent"}),
+        ("none", {"delta", "exponent"}),
+        ("entropy", {"delta", "exponent"}),
+        ("exponent", {"delta"}),
+        ("delta", set()),  # exponents are made of the values
     ],
 )
 def test_a_change_costs_a_cold_cache_and_must_gain_more_than_noise(
-    in_force: str | None, cold: set[str]
+    is_current: str | None, cold: set[str]
 ) -> None:
-    found = options(gathered(1000, treatments={"w0": in_force} if in_force else {}))
-    noise = 0.05 * found[in_force].steady if in_force else 0
-    for treatment, option in found.items():
-        expected = COLD[treatment] if treatment in cold else 0
-        expected += noise if treatment != in_force else 0
-        assert option.switching == pytest.approx(expected), treatment
+    found = options(gathered(1000, compressions={"w0": is_current} if is_current else {}))
+    noise = 0.05 * found[is_current].steady if is_current else 0
+    for compression, option in found.items():
+        expected = COLD[compression] if compression in cold else 0
+        expected += noise if compression != is_current else 0
+        assert option.switching == pytest.approx(expected), compression
 
 
 def test_hashes_are_not_made_of_what_is_kept() -> None:
-    hashes = Scheme("value", "blocks", block_check="hash")
-    found = options(gathered(1000, treatments={"w0": "value"}), hashes)
-    noise = 0.05 * found["value"].steady
+    hashes = Scheme("delta", "blocks", block_check="hash")
+    found = options(gathered(1000, compressions={"w0": "delta"}), hashes)
+    noise = 0.05 * found["delta"].steady
     assert found["exponent"].switching == pytest.approx(COLD["exponent"] + noise)
 
 
@@ -178,49 +178,51 @@ def test_a_cold_cache_never_pays_for_a_change() -> None:
     # Where everything changes, coded values are smaller than differences.
     all_seen = {"w0": seen(smaller=0.25)}
     costs = [*all_seen["w0"].costs]
-    costs[TREATMENTS.index("coded")] = Cost(first_bytes=8.0)
+    costs[COMPRESSIONS.index("entropy")] = Cost(first_bytes=8.0)
     all_seen = {"w0": replace(all_seen["w0"], costs=tuple(costs))}
     (one,) = problem([gathered(1000)], all_seen, DIFFERENCE, 1)
-    assert one.shards[0].options["value"].switching == 0
+    assert one.shards[0].options["delta"].switching == 0
 
 
 def test_integers_and_parameters_that_are_not_to_be_treated_only_go_raw() -> None:
     integers = options(gathered(1000, dtype=torch.int64))
-    assert integers.keys() == {"raw"}
-    assert (integers["raw"].bits, integers["raw"].link) == (64, 10 * 1000 * 2 * 8)
-    untreated = options(gathered(1000, 5, treatable=frozenset(["w1"])))
-    assert untreated.keys() == {"raw"}
-    assert untreated["raw"].link == 10 * 1000 * 2 * 2
+    assert integers.keys() == {"none"}
+    assert (integers["none"].bits, integers["none"].link) == (64, 10 * 1000 * 2 * 8)
+    uncompressed = options(gathered(1000, 5, compressible=frozenset(["w1"])))
+    assert uncompressed.keys() == {"none"}
+    assert uncompressed["none"].link == 10 * 1000 * 2 * 2
 
 
 def test_a_raw_shard_is_as_large_as_plains_though_nothing_was_seen() -> None:
     for dtype in (BF16, torch.float32):
         (one,) = problem([gathered(1000, dtype=dtype)], {}, DIFFERENCE, 100)
-        assert one.shards[0].options.keys() == {"raw"}
-        assert one.shards[0].options["raw"].link == one.shards[0].plain
-        assert choose([one], None).treatments == {}
+        assert one.shards[0].options.keys() == {"none"}
+        assert one.shards[0].options["none"].link == one.shards[0].plain
+        assert choose([one], None).compressions == {}
 
 
 def test_shards_that_were_not_seen_go_by_their_kind_and_then_by_all() -> None:
     names = ("a.norm", "b.norm", "c.norm", "a.router")
     params = tuple(ShardedParam(name, 10, BF16) for name in names)
-    group = gathered(10, 10, 10, 10, params=params, treatable=frozenset(names))
+    group = gathered(10, 10, 10, 10, params=params, compressible=frozenset(names))
     of_two = {"a.norm": seen(values=8), "b.norm": seen(values=24, smaller=2)}
     (one,) = problem([group], of_two, DIFFERENCE, 100)
-    bits = [shard.options["value"].bits for shard in one.shards]
+    bits = [shard.options["delta"].bits for shard in one.shards]
     assert bits == [4, 2, (8 * 4 + 24 * 2) / 32, (8 * 4 + 24 * 2) / 32]
     router = {"a.router": seen(values=32, smaller=4)}
     (one,) = problem([group], {**of_two, **router}, DIFFERENCE, 100)
-    assert [shard.options["value"].bits for shard in one.shards] == [4, 2, 2.5, 1]
+    assert [shard.options["delta"].bits for shard in one.shards] == [4, 2, 2.5, 1]
     (one,) = problem([group], router, DIFFERENCE, 100)
-    assert [shard.options["value"].bits for shard in one.shards] == [1, 1, 1, 1]
+    assert [shard.options["delta"].bits for shard in one.shards] == [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("pooled", [{}, {ALL: seen(values=8, faster=4)}])
-def test_times_are_those_of_all_shards_and_bytes_the_shards_own(pooled: dict[str, Seen]) -> None:
+def test_times_are_those_of_all_shards_and_bytes_the_shards_own(
+    pooled: dict[str, SampleStats],
+) -> None:
     of_both = {"w0": seen(values=8), "w1": seen(values=24, faster=2, smaller=4)}
     (one,) = problem([gathered(100, 100)], {**of_both, **pooled}, DIFFERENCE, 100)
-    first, second = (shard.options["value"] for shard in one.shards)
+    first, second = (shard.options["delta"] for shard in one.shards)
     a_value = 2 / 4 if pooled else (8 * 2 + 24 * 1) / 32
     assert first.decoding == second.decoding == 4 * 100 * a_value * (2 + 1) / 2
     assert (first.bits, second.bits) == (4, 1)
@@ -229,21 +231,21 @@ def test_times_are_those_of_all_shards_and_bytes_the_shards_own(pooled: dict[str
 def test_gathers_over_smaller_groups_have_a_first_one_and_caches_of_their_own() -> None:
     # Over 4 ranks in forward; then over pairs, of which each rank holds twice as much.
     found = options(gathered(1000, 3000, times={(4, 4000): 1.0, (2, 8000): 1.0}))
-    assert found["value"].link == 10 * (1000 + 2000) * 0.5
-    assert found["value"].encoding == (1000 + 2000) * 3
-    assert found["value"].decoding == (4 * 1000 + 2 * 2000) * 2
-    assert found["value"].cache_bytes == 2 * (4 * 1000 + 2 * 2000)
+    assert found["delta"].link == 10 * (1000 + 2000) * 0.5
+    assert found["delta"].encoding == (1000 + 2000) * 3
+    assert found["delta"].decoding == (4 * 1000 + 2 * 2000) * 2
+    assert found["delta"].cache_bytes == 2 * (4 * 1000 + 2 * 2000)
     assert found["exponent"].cache_bytes == 4 * 1000 + 2 * 2000
     (one,) = problem([gathered(10, times={(4, 10): 1.0, (2, 20): 1.0})], {}, DIFFERENCE, 100)
     assert one.shards[0].plain == 10 * 2 * (10 + 20)
 
 
 SCHEMES = {
-    "value": {"treatment": "value"},
-    "exponent": {"treatment": "exponent"},
-    "blocks": {"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64},
+    "delta": {"compression": "delta"},
+    "exponent": {"compression": "exponent"},
+    "blocks": {"compression": "exponent", "exponent_coding": "blocks", "block_size": 64},
     "blocks-hash": {
-        **{"treatment": "exponent", "exponent_exchange": "blocks", "block_size": 64},
+        **{"compression": "exponent", "exponent_coding": "blocks", "block_size": 64},
         "block_check": "hash",
     },
 }
@@ -270,19 +272,19 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
                 hidden=0.0,
                 host=(0.0, 0.0),
                 announce=0.0,
-                treatments={},
-                treatable=frozenset(param.name for param in comm.group.params),
+                compressions={},
+                compressible=frozenset(param.name for param in comm.group.params),
             )
             all_seen = {param.name: seen() for param in group.params}
             (one,) = problem([group], all_seen, scheme, 100)
-            predicted = _caches(one, scheme.treatment)
-            found[name].append((comm.kept_bytes, predicted, len(comm.states) * len(one.shards)))
+            predicted = _caches(one, scheme.compression)
+            found[name].append((comm.cache_bytes, predicted, len(comm.states) * len(one.shards)))
         handle.remove()
     return found
 
 
-def _caches(group: Group, treatment: str) -> int:
-    chosen = (s.options.get(treatment, s.options["raw"]) for s in group.shards)
+def _caches(group: Group, compression: str) -> int:
+    chosen = (s.options.get(compression, s.options["none"]) for s in group.shards)
     return sum(option.cache_bytes for option in chosen)
 
 
@@ -301,8 +303,8 @@ def test_caches_take_what_was_predicted(ranks, world_size: int, setup: Setup) ->
     for found in ranks(world_size).run(_cache_bytes, setup, SCHEMES):
         for name, groups in found.items():
             assert len(groups) == 3
-            for kept, predicted, hashes in groups:
-                assert kept > 0
+            for cached, predicted, hashes in groups:
+                assert cached > 0
                 # Of blocks that hold values of two parameters there is one hash.
                 spare = 16 * hashes if name == "blocks-hash" else 0
-                assert kept <= predicted <= kept + spare, name
+                assert cached <= predicted <= cached + spare, name

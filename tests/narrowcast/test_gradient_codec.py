@@ -34,10 +34,10 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def cross(values: Tensor, treatment: codec.Treatment = "coded") -> Encoded:
+def cross(values: Tensor, compression: codec.Compression = "entropy") -> Encoded:
     """Encodes and decodes; fails unless all bits come back, at no more than their own size."""
     before = bits(values).clone()
-    encoded = codec.encode(values, treatment, CODER)
+    encoded = codec.encode(values, compression, CODER)
     assert torch.equal(bits(values), before)
     assert all(s.dtype == torch.uint8 and s.dim() == 1 for s in encoded.sections)
     assert encoded.size <= bits(values).numel()
@@ -54,11 +54,11 @@ def bits_per_value(encoded: Encoded, num_values: int) -> float:
 
 
 @each_float
-@pytest.mark.parametrize("treatment", ["coded", "raw"])
-def test_a_gradient_of_any_size_comes_back(treatment, dtype):
+@pytest.mark.parametrize("compression", ["entropy", "none"])
+def test_a_gradient_of_any_size_comes_back(compression, dtype):
     for size in SIZES:
-        encoded = cross(gaussian(size).to(dtype), treatment)
-        if treatment == "raw" or size < 4:
+        encoded = cross(gaussian(size).to(dtype), compression)
+        if compression == "none" or size < 4:
             assert encoded.form == Form.RAW  # no form is smaller
         elif size > 1000:
             assert encoded.form == Form.PLANES
@@ -116,9 +116,9 @@ def test_zeros_fill_what_held_something_else(dtype):
 
 
 @each_float
-@pytest.mark.parametrize("treatment", ["coded", "raw"])
-def test_no_values_are_no_bytes(treatment, dtype):
-    assert cross(torch.empty(0, dtype=dtype), treatment).size == 0
+@pytest.mark.parametrize("compression", ["entropy", "none"])
+def test_no_values_are_no_bytes(compression, dtype):
+    assert cross(torch.empty(0, dtype=dtype), compression).size == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.int32, torch.uint8], ids=str)
@@ -175,7 +175,7 @@ def test_sign_and_mantissa_are_given_to_the_coder_only_where_there_are_zeros():
     sparse[: 10_000 // 50] = 0
     for values, num_planes in ((dense, 1), (sparse, 2)):
         with patch.object(Zstd, "encode", autospec=True, side_effect=Zstd.encode) as encode:
-            codec.encode(values, "coded", CODER)
+            codec.encode(values, "entropy", CODER)
         assert encode.call_count == num_planes
 
 
@@ -192,7 +192,7 @@ def sparse(dtype: torch.dtype) -> Tensor:
 
 
 DAMAGEABLE = {
-    "raw": lambda: gaussian(1),
+    "none": lambda: gaussian(1),
     "fp32 planes": lambda: gaussian(1000).float(),
     "bf16 planes": lambda: gaussian(1000),
     "fp16 planes": lambda: gaussian(1000).half(),
@@ -206,7 +206,7 @@ DAMAGEABLE = {
 @pytest.mark.parametrize("name", DAMAGEABLE)
 def test_a_section_of_another_length_is_a_value_error(name):
     values = DAMAGEABLE[name]()
-    encoded = codec.encode(values, "coded", CODER)
+    encoded = codec.encode(values, "entropy", CODER)
     for index, section in enumerate(encoded.sections):
         longer, shorter = torch.cat([section, section[:1]]), section[:-1]
         for wrong in (longer, shorter, section[: len(section) // 2], section[:0]):
@@ -218,22 +218,22 @@ def test_a_section_of_another_length_is_a_value_error(name):
 @pytest.mark.parametrize("name", DAMAGEABLE)
 def test_sections_of_a_piece_of_another_size_are_a_value_error(name):
     values = DAMAGEABLE[name]()
-    encoded = codec.encode(values, "coded", CODER)
+    encoded = codec.encode(values, "entropy", CODER)
     for other in (values.new_empty(len(values) + 1), values.new_empty(len(values) - 1)):
         with pytest.raises(ValueError, match="bytes"):
             codec.decode_into(other, encoded, CODER)
 
 
 def test_a_form_of_another_dtype_or_of_a_gather_is_a_value_error():
-    planes = codec.encode(gaussian(1000).float(), "coded", CODER)
-    halves = codec.encode(lower_halves(), "coded", CODER)
+    planes = codec.encode(gaussian(1000).float(), "entropy", CODER)
+    halves = codec.encode(lower_halves(), "entropy", CODER)
     for dtype, wrong in (
         (torch.bfloat16, halves),
         (torch.float16, halves),
         (torch.float64, halves),
         (torch.int64, planes),
-        (torch.float32, Encoded(Form.CODED, planes.sections)),
-        (torch.bfloat16, Encoded(Form.VALUE_DIFFERENCE, planes.sections[:1])),
+        (torch.float32, Encoded(Form.ENTROPY, planes.sections)),
+        (torch.bfloat16, Encoded(Form.DELTA, planes.sections[:1])),
         (torch.float32, Encoded(Form.EXPONENT_BLOCKS, halves.sections)),
     ):
         with pytest.raises(ValueError, match="due"):

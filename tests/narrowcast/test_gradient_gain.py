@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowcast.autotune import gradients as gradient_costs
 from narrowcast.autotune.calibration import Curve, Links
-from narrowcast.autotune.gradients import GradientWatch, Reduction, table
+from narrowcast.autotune.gradients import GradientSampler, Reduction, table
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.telemetry.ledger import count_volume
@@ -59,10 +59,10 @@ class Group:
         return dist.group.WORLD
 
 
-def _watch() -> tuple[GradientWatch, list[Group]]:
+def _watch() -> tuple[GradientSampler, list[Group]]:
     labels = [f"group {i}" for i in range(3)]
     watched, reduced = ([Group((label,)) for label in labels] for _ in range(2))
-    return GradientWatch(dict(zip(labels, watched, strict=True)), CODER), reduced
+    return GradientSampler(dict(zip(labels, watched, strict=True)), CODER), reduced
 
 
 def _by_hand() -> list[Reduction]:
@@ -91,7 +91,7 @@ def test_reductions_are_predicted_from_links_and_what_coding_takes(ranks) -> Non
     assert found == others
     # Either rank codes what it gives to the other.
     coded = [
-        codec.encode(gradients(1000, seed=rank)[1 - rank], "coded", CODER).size for rank in (0, 1)
+        codec.encode(gradients(1000, seed=rank)[1 - rank], "entropy", CODER).size for rank in (0, 1)
     ]
     coded_bytes = sum(coded) / 2000  # a value
     assert 1 < coded_bytes < 2
@@ -154,7 +154,7 @@ def _watched(setup: Setup) -> tuple[list[Reduction], list[Reduction], bool]:
     model[0].requires_grad_(False)
     groups = {group.name: group for group in param_groups(model)}
     counted = count_volume(list(groups.values()), optimizer)
-    counted.ledger.on_gradients = watch = GradientWatch(groups, CODER)
+    counted.ledger.on_gradients = watch = GradientSampler(groups, CODER)
     watch.make_room(1.0)
     optimizer.register_step_post_hook(lambda *_: watch.make_room(1.0))
     losses = train(setup, model, optimizer)

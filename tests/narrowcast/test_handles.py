@@ -22,7 +22,7 @@ from narrowcast.wire.packet import Encoded
 from tests.narrowcast.training import Setup, build, narrowed, train
 
 STEP = Setup(steps=1)
-BOTH = (partial(narrow_all_gather, treatment="value"), narrow_reduce_scatter)
+BOTH = (partial(narrow_all_gather, compression="delta"), narrow_reduce_scatter)
 Handle = NarrowedModel | NarrowedGradients
 
 
@@ -74,8 +74,8 @@ def _in_every_order(gather_first: bool, removed_first: int) -> list[str]:
     gone.remove()
     gathers_left = isinstance(left, NarrowedModel)
     check("gathers", all((type(g.all_gather) is NarrowAllGather) == gathers_left for g in groups))
-    kept = all((type(g.reduce_scatter) is NarrowReduceScatter) != gathers_left for g in groups)
-    check("gradients", kept)
+    cached = all((type(g.reduce_scatter) is NarrowReduceScatter) != gathers_left for g in groups)
+    check("gradients", cached)
     train(STEP, model, optimizer)  # sizes of the last refresh are counted in the step after it
     other = counts()
     narrow, plain = ("all_gather", "reduce_scatter")[:: 1 if gathers_left else -1]
@@ -178,9 +178,9 @@ def _watched() -> Iterator[Counter[str]]:
         yield seen
 
 
-def _counted(treatment: str) -> tuple[StepVolume, Counter[str], int]:
+def _counted(compression: str) -> tuple[StepVolume, Counter[str], int]:
     """A step's volume, what was seen of it, and how many values a rank's shards of it have."""
-    setup = Setup(gradients={"treatment": treatment}, steps=1, microbatches=2)
+    setup = Setup(gradients={"compression": compression}, steps=1, microbatches=2)
     model, optimizer = build(setup)
     with _watched() as seen, narrowed(setup, model, optimizer) as (handle,):
         train(setup, model, optimizer)
@@ -188,11 +188,13 @@ def _counted(treatment: str) -> tuple[StepVolume, Counter[str], int]:
         return handle.ledger.last, seen, numel
 
 
-@pytest.mark.parametrize("treatment", ["coded", "raw"])
+@pytest.mark.parametrize("compression", ["entropy", "none"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_gradients_are_counted_as_they_are_handed_to_the_wire(ranks, world_size, treatment) -> None:
+def test_gradients_are_counted_as_they_are_handed_to_the_wire(
+    ranks, world_size, compression
+) -> None:
     others = world_size - 1
-    for volume, seen, numel in ranks(world_size).run(_counted, treatment):
+    for volume, seen, numel in ranks(world_size).run(_counted, compression):
         sent = seen["swapped bytes"] + seen["all-reduced bytes"]
         assert volume.sent["reduce_scatter"] == sent
         assert volume.plain["reduce_scatter"] == 2 * others * numel * 4
@@ -204,8 +206,8 @@ def test_gradients_are_counted_as_they_are_handed_to_the_wire(ranks, world_size,
 
 
 def test_coded_gradients_are_a_fraction_of_plain_ones(ranks) -> None:
-    """Though pieces of this model are small, so that heads count."""
-    for volume, _, _ in ranks(2).run(_counted, "coded"):
+    """Though pieces of this model are small, so that headers count."""
+    for volume, _, _ in ranks(2).run(_counted, "entropy"):
         scalars = volume.scalars()
         assert scalars["narrowcast/bits_per_parameter/gradients"] < 13
         assert scalars["narrowcast/ratio/reduce_scatter"] < 0.45

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast import SettingsError, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.fsdp2 import param_groups
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import local, same_bits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -57,32 +57,34 @@ def _gathers_what_is_there(made_of: object, gathered: object, cast_to: object, a
     model.to(cast_to)
     whole = [parameter.full_tensor() for parameter in model.parameters()]
     right = [tensor.to(gathered or tensor.dtype) for tensor in whole]
-    # Twice: once with nothing kept, once with what the first has left.
+    # Twice: once with nothing cached, once with what the first has left.
     found = [same_bits(_gathered(model), right) for _ in range(2)]
     handle.remove()
     return found
 
 
-@pytest.mark.parametrize("treatment", ["value", "blocks-hash"])
+@pytest.mark.parametrize("compression", ["delta", "blocks-hash"])
 @pytest.mark.parametrize("cast", CASTS)
-def test_a_model_that_is_cast_after_narrowing_is_gathered_as_it_is(ranks, cast, treatment) -> None:
-    case = (*CASTS[cast], TREATMENTS[treatment])
+def test_a_model_that_is_cast_after_narrowing_is_gathered_as_it_is(
+    ranks, cast, compression
+) -> None:
+    case = (*CASTS[cast], COMPRESSIONS[compression])
     for world_size in (2, 4):
         assert ranks(world_size).run(_gathers_what_is_there, *case) == [[True] * 2] * world_size
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("treatment", [name for name in TREATMENTS if name != "some"])
+@pytest.mark.parametrize("compression", [name for name in COMPRESSIONS if name != "some"])
 @pytest.mark.parametrize("cast", CASTS)
-def test_every_cast_under_every_treatment(ranks, cast: str, treatment: str) -> None:
-    case = (*CASTS[cast], TREATMENTS[treatment])
+def test_every_cast_under_every_compression(ranks, cast: str, compression: str) -> None:
+    case = (*CASTS[cast], COMPRESSIONS[compression])
     assert ranks(4).run(_gathers_what_is_there, *case) == [[True] * 2] * 4
 
 
 def _casts_on_one_rank() -> None:
     model = nn.Sequential(nn.Linear(33, 48), nn.LayerNorm(48).bfloat16()).requires_grad_(False)
     fully_shard(model, mesh=_mesh())
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow_all_gather(model, compression="delta")
     if dist.get_rank() == 1:
         model.to(FP32)
     try:
@@ -98,7 +100,7 @@ def test_ranks_whose_shards_differ_in_size_are_not_told_of_a_damaged_payload(ran
     assert "different settings" in outcomes[0].message
 
 
-def _materialised(treatment: str) -> bool:
+def _materialised(compression: str) -> bool:
     def trained(narrows: bool) -> list[Tensor]:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(33, 48), nn.Linear(48, 5))
@@ -107,8 +109,10 @@ def _materialised(treatment: str) -> bool:
         handles = []
         optimizer = torch.optim.AdamW(model.parameters())
         if narrows:
-            arguments = {"warmup_steps": 3} if treatment == "auto" else {}
-            handles.append(narrow_all_gather(model, optimizer, treatment=treatment, **arguments))
+            arguments = {"warmup_steps": 3} if compression == "auto" else {}
+            handles.append(
+                narrow_all_gather(model, optimizer, compression=compression, **arguments)
+            )
         model.to_empty(device="cpu")
         for seed, parameter in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(10 * dist.get_rank() + seed)
@@ -124,17 +128,17 @@ def _materialised(treatment: str) -> bool:
     return same_bits(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("treatment", ["value", "auto"])
+@pytest.mark.parametrize("compression", ["delta", "auto"])
 def test_a_model_on_the_meta_device_is_narrowed_and_trains_once_it_is_there(
-    ranks, treatment: str
+    ranks, compression: str
 ) -> None:
-    assert ranks(2).run(_materialised, treatment) == [True] * 2
+    assert ranks(2).run(_materialised, compression) == [True] * 2
 
 
 def _swaps_a_parameter() -> bool:
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(33, 48), mesh=_mesh())
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow_all_gather(model, compression="delta")
     model.weight = nn.Parameter(model.weight.detach() + 1)
     right = [parameter.full_tensor() for parameter in model.parameters()]
     equal = same_bits(_gathered(model), right)
@@ -158,7 +162,7 @@ def _shards_later(narrow: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "narrow", [partial(narrow_all_gather, treatment="value"), narrow_reduce_scatter]
+    "narrow", [partial(narrow_all_gather, compression="delta"), narrow_reduce_scatter]
 )
 def test_fully_shard_after_narrowing_is_refused_by_name(ranks, narrow: Callable) -> None:
     for outcome in ranks(2).outcomes(_shards_later, narrow):
@@ -169,7 +173,7 @@ def test_fully_shard_after_narrowing_is_refused_by_name(ranks, narrow: Callable)
 def _gathers_bytes_that_nothing_covers() -> str:
     """As if FSDP2 gathered other memory than its parameters say."""
     model = fully_shard(nn.Linear(33, 48), mesh=_mesh())
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow_all_gather(model, compression="delta")
     (group,) = param_groups(model)
     short = torch.zeros(7)
     try:

@@ -1,4 +1,4 @@
-"""Narrowing costs the memory that its treatment says, and of payloads one group's at a time."""
+"""Narrowing costs the memory that its compression says, and of payloads one group's at a time."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.ranks import Ranks
 from tests.wide import wide_but
 
@@ -23,7 +23,9 @@ GROUP_BYTES = 2 * WIDTH * WIDTH  # of one gathered layer
 GRADIENT_BYTES = 4 * WIDTH * WIDTH  # of one layer, in the reduce dtype
 
 
-def _kept_and_peaks(treatment: dict | None, gradients: str | None = None) -> tuple[int, list[int]]:
+def _kept_and_peaks(
+    compression: dict | None, gradients: str | None = None
+) -> tuple[int, list[int]]:
     """Bytes of the caches, and of all that was allocated at once in each of three steps, on this
     rank."""
     torch.manual_seed(0)
@@ -36,8 +38,10 @@ def _kept_and_peaks(treatment: dict | None, gradients: str | None = None) -> tup
         fully_shard(layer, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    handle = narrow_all_gather(model, optimizer, **treatment) if treatment else None
-    reduction = narrow_reduce_scatter(model, optimizer, treatment=gradients) if gradients else None
+    handle = narrow_all_gather(model, optimizer, **compression) if compression else None
+    reduction = (
+        narrow_reduce_scatter(model, optimizer, compression=gradients) if gradients else None
+    )
 
     def step() -> None:
         model(torch.randn(4, WIDTH)).sum().backward()
@@ -47,11 +51,11 @@ def _kept_and_peaks(treatment: dict | None, gradients: str | None = None) -> tup
     step()
     step()
     peaks = [_peak(step) for _ in range(3)]
-    kept = handle.kept_bytes if handle else 0
+    cached = handle.cache_bytes if handle else 0
     for narrowed in (handle, reduction):
         if narrowed:
             narrowed.remove()
-    return kept, peaks
+    return cached, peaks
 
 
 def _peak(step: Callable[[], None]) -> int:
@@ -67,31 +71,31 @@ def _peak(step: Callable[[], None]) -> int:
 
 @functools.cache
 def _measured(
-    ranks: Ranks, treatment: str | None = None, gradients: str | None = None
+    ranks: Ranks, compression: str | None = None, gradients: str | None = None
 ) -> tuple[set[int], float]:
     """Bytes of the caches, and the median of all peaks of ranks and steps, since gloo's threads
     allocate at times of their own."""
-    settings = None if treatment is None else TREATMENTS[treatment]
-    kept, peaks = zip(*ranks.run(_kept_and_peaks, settings, gradients), strict=True)
-    return set(kept), median(peak for of_rank in peaks for peak in of_rank)
+    settings = None if compression is None else COMPRESSIONS[compression]
+    cached, peaks = zip(*ranks.run(_kept_and_peaks, settings, gradients), strict=True)
+    return set(cached), median(peak for of_rank in peaks for peak in of_rank)
 
 
 KEPT_BYTES = {
-    "value": 2 * PARAMETERS,
+    "delta": 2 * PARAMETERS,
     "exponent": PARAMETERS,
     "blocks-hash": PARAMETERS * 3 // 4 + 16 * PARAMETERS // 4 // 64,
-    "coded": 0,
-    "raw": 0,
+    "entropy": 0,
+    "none": 0,
 }
 
 
-@pytest.mark.parametrize("name", wide_but(KEPT_BYTES, "value", "exponent"))
-def test_what_is_kept_is_what_the_treatment_says(ranks, name: str) -> None:
-    kept, _ = _measured(ranks(4), name)
-    assert kept == {KEPT_BYTES[name]}
+@pytest.mark.parametrize("name", wide_but(KEPT_BYTES, "delta", "exponent"))
+def test_what_is_kept_is_what_the_compression_says(ranks, name: str) -> None:
+    cached, _ = _measured(ranks(4), name)
+    assert cached == {KEPT_BYTES[name]}
 
 
-@pytest.mark.parametrize("name", ["value", "exponent", "coded"])
+@pytest.mark.parametrize("name", ["delta", "exponent", "entropy"])
 def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> None:
     """Its peak may include the caches, where they are made anew within it."""
     _, plain_peak = _measured(ranks(4))
@@ -99,7 +103,7 @@ def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> 
     assert peak <= plain_peak + KEPT_BYTES[name] + GROUP_BYTES
 
 
-@pytest.mark.parametrize("gradients", ["coded", "raw"])
+@pytest.mark.parametrize("gradients", ["entropy", "none"])
 def test_reductions_need_the_pieces_of_one_group_at_most(ranks, gradients: str) -> None:
     """Those that a rank sends and those that come in are all but its own, coded or not."""
     _, plain_peak = _measured(ranks(4))

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from narrowcast import narrow_all_gather
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import DIM, Setup, build, same_bits, state_of, train
 
 SETUP = Setup(steps=3)
@@ -70,17 +70,17 @@ def _trains_as_plain(mode: str, arguments: dict, steps_before: int) -> bool:
     return same_bits(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("treatment", ["value", "blocks-hash"])
+@pytest.mark.parametrize("compression", ["delta", "blocks-hash"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "default device"])
-def test_caches_first_filled_in_a_mode_serve_outside_of_it(ranks, mode, treatment) -> None:
-    assert ranks(2).run(_trains_as_plain, mode, TREATMENTS[treatment], 1) == [True] * 2
+def test_caches_first_filled_in_a_mode_serve_outside_of_it(ranks, mode, compression) -> None:
+    assert ranks(2).run(_trains_as_plain, mode, COMPRESSIONS[compression], 1) == [True] * 2
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "default device"])
-def test_every_treatment_in_every_mode(ranks, mode: str, treatment: str) -> None:
-    assert ranks(2).run(_trains_as_plain, mode, TREATMENTS[treatment], 0) == [True] * 2
+def test_every_compression_in_every_mode(ranks, mode: str, compression: str) -> None:
+    assert ranks(2).run(_trains_as_plain, mode, COMPRESSIONS[compression], 0) == [True] * 2
 
 
 def _gathers_under_a_default_device(arguments: dict) -> bool:
@@ -105,7 +105,7 @@ def _gathers_under_a_default_device(arguments: dict) -> bool:
 def _narrows_by_measurement_under_a_default_device() -> bool:
     model, optimizer = build(SETUP)
     with MODES["default device"]():
-        handle = narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=3)
+        handle = narrow_all_gather(model, optimizer, compression="auto", warmup_steps=3)
         for _ in range(4):
             optimizer.step()
     chosen = handle.selection.step == 4
@@ -117,6 +117,6 @@ def test_nor_where_shards_are_looked_at(ranks) -> None:
     assert ranks(2).run(_narrows_by_measurement_under_a_default_device) == [True] * 2
 
 
-@pytest.mark.parametrize("treatment", ["value", "blocks-hash", "coded"])
-def test_a_default_device_is_not_ours(ranks, treatment: str) -> None:
-    assert ranks(2).run(_gathers_under_a_default_device, TREATMENTS[treatment]) == [True] * 2
+@pytest.mark.parametrize("compression", ["delta", "blocks-hash", "entropy"])
+def test_a_default_device_is_not_ours(ranks, compression: str) -> None:
+    assert ranks(2).run(_gathers_under_a_default_device, COMPRESSIONS[compression]) == [True] * 2

@@ -15,10 +15,10 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import sampling
 from narrowcast.autotune.sampling import (
     ALL,
-    TREATMENTS,
+    COMPRESSIONS,
     Cost,
-    Observer,
-    Seen,
+    Sampler,
+    SampleStats,
     examine,
     sum_over_ranks,
 )
@@ -30,11 +30,11 @@ from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 
 CODER = find_coder("zstd")
 SCHEMES = {
-    "difference": Scheme("value", "difference", 64),
-    "blocks": Scheme("value", "blocks", 64),
-    "hashes": Scheme("value", "blocks", 64, "hash"),
+    "exponent_delta": Scheme("delta", "delta", 64),
+    "blocks": Scheme("delta", "blocks", 64),
+    "hashes": Scheme("delta", "blocks", 64, "hash"),
 }
-OPTIONS = {"exponent_exchange": "difference", "block_size": 64, "block_check": "compare"}
+OPTIONS = {"exponent_coding": "delta", "block_size": 64, "block_check": "compare"}
 
 
 def before_and_after(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
@@ -55,19 +55,21 @@ def test_bytes_and_changes_are_those_of_a_gather(dtype: torch.dtype, check: str)
     assert seen.changes == count_changes(new, old, layout, 64)
     assert 0 < seen.changes.changed_exponents < seen.changes.changed_values <= size
     first_bytes = {}
-    for treatment, cost in zip(TREATMENTS, seen.costs, strict=True):
-        scheme = replace(SCHEMES[check], treatment=treatment)
+    for compression, cost in zip(COMPRESSIONS, seen.costs, strict=True):
+        scheme = replace(SCHEMES[check], compression=compression)
         first, later = (
-            codec.encode(new, codec.sender_keeps(kept, scheme, layout), scheme, layout, CODER).size
-            for kept in (old, new)
+            codec.encode(
+                new, codec.sender_cache(cached, scheme, layout), scheme, layout, CODER
+            ).size
+            for cached in (old, new)
         )
-        assert (cost.first_bytes, cost.later_bytes) == (first, later), treatment
-        first_bytes[treatment] = cost.first_bytes
-        assert seen.a_value(treatment).first_bytes == pytest.approx(first / size)
+        assert (cost.first_bytes, cost.later_bytes) == (first, later), compression
+        first_bytes[compression] = cost.first_bytes
+        assert seen.a_value(compression).first_bytes == pytest.approx(first / size)
     assert list(first_bytes.values()) == sorted(first_bytes.values())
     assert len(set(first_bytes.values())) == 4
-    assert first_bytes["raw"] == size * dtype.itemsize
-    assert seen.costs[TREATMENTS.index("value")].later_bytes == 0
+    assert first_bytes["none"] == size * dtype.itemsize
+    assert seen.costs[COMPRESSIONS.index("delta")].later_bytes == 0
 
 
 class Clock:
@@ -102,33 +104,33 @@ def test_times_are_those_of_a_gather(check: str) -> None:
         clock.slowed("decode", 7),
     ):
         seen = examine(*before_and_after(torch.bfloat16, 1000), layout, SCHEMES[check], CODER)
-    for treatment, cost in zip(TREATMENTS, seen.costs, strict=True):
+    for compression, cost in zip(COMPRESSIONS, seen.costs, strict=True):
         # A sender that keeps hashes makes them to encode, and of what it sent to keep them.
-        times = {"difference": 0, "blocks": 1, "hashes": 2}
-        hashing = times[check] if treatment == "exponent" else 0
-        assert (cost.first_hashing, cost.later_hashing) == (hashing, hashing), treatment
-        assert (cost.first_encoding, cost.later_encoding) == (4, 4), treatment
-        assert (cost.first_decoding, cost.later_decoding) == (7, 7), treatment
+        times = {"exponent_delta": 0, "blocks": 1, "hashes": 2}
+        hashing = times[check] if compression == "exponent" else 0
+        assert (cost.first_hashing, cost.later_hashing) == (hashing, hashing), compression
+        assert (cost.first_encoding, cost.later_encoding) == (4, 4), compression
+        assert (cost.first_decoding, cost.later_decoding) == (7, 7), compression
 
 
 def test_what_was_seen_travels_as_numbers() -> None:
     costs = (Cost(*range(1, 9)), Cost(0.25), Cost(), Cost(later_decoding=3.5))
-    seen = Seen(Changes(10, 20, 3, 4, 5, 6), costs)
-    assert Seen.from_numbers(seen.to_numbers()) == seen
-    both = Seen.from_numbers([2 * number for number in seen.to_numbers()])
+    seen = SampleStats(Changes(10, 20, 3, 4, 5, 6), costs)
+    assert SampleStats.from_numbers(seen.to_numbers()) == seen
+    both = SampleStats.from_numbers([2 * number for number in seen.to_numbers()])
     assert both == seen + seen
 
 
-def _observer(model: Any, **changes: Any) -> Observer:
+def _sampler(model: Any, **changes: Any) -> Sampler:
     groups = param_groups(model)
     names = {param.name for group in groups for param in group.params}
-    return Observer(groups, changes.pop("names", names), **OPTIONS, coder=CODER, **changes)
+    return Sampler(groups, changes.pop("names", names), **OPTIONS, coder=CODER, **changes)
 
 
-def _whole_shards(observer: Observer) -> dict[str, Tensor]:
+def _whole_shards(sampler: Sampler) -> dict[str, Tensor]:
     return {
         param.name: group.piece(index, 0, group.numels[index])
-        for group in observer._groups
+        for group in sampler._groups
         for index, param in enumerate(group.params)
     }
 
@@ -136,13 +138,13 @@ def _whole_shards(observer: Observer) -> dict[str, Tensor]:
 def _looked_at_around_a_pause(setup: Setup) -> list[int]:
     """The parameters looked at after each of five steps, the third of which is left out."""
     model, optimizer = build(setup)
-    observer = _observer(model, share=math.inf)
+    sampler = _sampler(model, share=math.inf)
     looked_at: list[int] = []
 
     def after_step(*_: Any) -> None:
         if len(looked_at) == 2:
-            observer.pause()
-        looked_at.append(0 if len(looked_at) == 2 else len(observer.after_step()))
+            sampler.pause()
+        looked_at.append(0 if len(looked_at) == 2 else len(sampler.after_step()))
 
     optimizer.register_step_post_hook(after_step)
     train(setup, model, optimizer)
@@ -157,18 +159,20 @@ def test_a_step_is_compared_with_the_one_before_alone(ranks) -> None:
         assert second == last > 10
 
 
-def _sums_and_brute_force(setup: Setup) -> tuple[list[str], dict[str, Seen], dict[str, Changes]]:
+def _sums_and_brute_force(
+    setup: Setup,
+) -> tuple[list[str], dict[str, SampleStats], dict[str, Changes]]:
     """What was seen over the ranks, and what all ranks' shards went through."""
     model, optimizer = build(setup)
-    observer = _observer(model, share=math.inf)
+    sampler = _sampler(model, share=math.inf)
     expected: dict[str, Changes] = {}
     shards: dict[str, Tensor] = {}
     unlike = []
 
     def after_step(*_: Any) -> None:
         nonlocal shards
-        before, shards = shards, _whole_shards(observer)
-        changes = observer.after_step()
+        before, shards = shards, _whole_shards(sampler)
+        changes = sampler.after_step()
         counted = {}
         for name, old in before.items():
             layout = floats.LAYOUTS.get(old.dtype)
@@ -182,15 +186,15 @@ def _sums_and_brute_force(setup: Setup) -> tuple[list[str], dict[str, Seen], dic
     optimizer.register_step_post_hook(after_step)
     train(setup, model, optimizer)
     device = torch.device("cpu")
-    seen = sum_over_ranks(observer.seen, [ALL, *shards], device)
+    seen = sum_over_ranks(sampler.seen, [ALL, *shards], device)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, expected)
     totals = {
         name: sum((counts.get(name, Changes()) for counts in everyones), Changes())
         for name in shards
     }
-    observer.clear()
-    assert observer.seen == {}
+    sampler.clear()
+    assert sampler.seen == {}
     return unlike, seen, totals
 
 
@@ -220,25 +224,25 @@ def _pieces_a_step(share: float) -> tuple[float, list[int], set[tuple[int, int, 
     model, _ = build(Setup())
     clock = Clock()
 
-    def examine(*_: Any) -> Seen:
+    def examine(*_: Any) -> SampleStats:
         clock.now += COST[dist.get_rank()]
-        return Seen(Changes(values=1))
+        return SampleStats(Changes(values=1))
 
     with (
         patch.object(sampling, "time", clock),
         patch("narrowcast.util.time", clock),
         patch.object(sampling, "examine", examine),
-        patch.object(sampling, "MAX_RUN_VALUES", LENGTH),
+        patch.object(sampling, "MAX_CHUNK_VALUES", LENGTH),
     ):
-        observer = _observer(model, share=share)
+        sampler = _sampler(model, share=share)
         looked, first = [], set()
         for step in range(9):
             # The first steps are slow, and must not count.
             clock.now += STEP_SECONDS[dist.get_rank()] if step == 2 else 1000.0
-            changes = observer.after_step()
+            changes = sampler.after_step()
             looked.append(sum(counted.values for counted in changes.values()))
-            first = first or {(piece.group, piece.param, piece.start) for piece in observer._pieces}
-        return observer.pieces_a_step, looked, first, observer.spent
+            first = first or {(piece.group, piece.param, piece.start) for piece in sampler._pieces}
+        return sampler.pieces_a_step, looked, first, sampler.spent
 
 
 def test_all_ranks_look_at_what_the_slowest_and_the_shortest_step_have_room_for(ranks) -> None:
@@ -262,18 +266,18 @@ def _compared_pieces(share: float) -> tuple[set, set, int]:
     were looked at in all, in as many steps as it takes to see each once."""
     model, _ = build(Setup())
     looked: list[tuple[str, int, int]] = []
-    with patch.object(sampling, "MAX_RUN_VALUES", LENGTH):
-        observer = _observer(model, share=share, names={"0.router.weight", "1.experts.w2_EDF"})
-        observer.pieces_a_step = 5.0
-        num_turns = len(observer._turns)
+    with patch.object(sampling, "MAX_CHUNK_VALUES", LENGTH):
+        sampler = _sampler(model, share=share, names={"0.router.weight", "1.experts.w2_EDF"})
+        sampler.pieces_a_step = 5.0
+        num_turns = len(sampler._turns)
         for _ in range(-(-num_turns // 5)):
-            observer.after_step()
-            for piece in observer._pieces:
-                name = observer._groups[piece.group].params[piece.param].name
+            sampler.after_step()
+            for piece in sampler._pieces:
+                name = sampler._groups[piece.group].params[piece.param].name
                 looked.append((name, piece.start, piece.bits_N.numel()))
     sizes = {
         name: shard.numel()
-        for name, shard in _whole_shards(observer).items()
+        for name, shard in _whole_shards(sampler).items()
         if name in ("0.router.weight", "1.experts.w2_EDF")
     }
     values = {(name, start + i) for name, start, size in looked for i in range(size)}
@@ -291,8 +295,8 @@ def _trained(setup: Setup, watched: bool) -> tuple[list[float], list[Tensor]]:
     model, optimizer = build(setup)
     torch.manual_seed(dist.get_rank())
     if watched:
-        observer = _observer(model, share=math.inf)
-        optimizer.register_step_post_hook(lambda *_: observer.after_step())
+        sampler = _sampler(model, share=math.inf)
+        optimizer.register_step_post_hook(lambda *_: sampler.after_step())
     losses = train(setup, model, optimizer)
     return losses, [*state_of(model, optimizer), torch.get_rng_state()]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from narrowcast import all_gather
 from narrowcast.allgather import offload
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.offload import Foresight, HostCopies, Kept, host_copies
-from tests.narrowcast.test_all_gather import MODES, TREATMENTS, _differing
+from narrowcast.allgather.offload import HostCopies, Prefetcher, ShardCache, host_copies
+from tests.narrowcast.test_all_gather import COMPRESSIONS, MODES, _differing
 from tests.narrowcast.training import Setup, build, narrow, same_bits, state_of, train
 
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def emulated(late: str) -> Iterator[Device]:
 
 
 def _rows(seed: int) -> list[list[Tensor]]:
-    """Of two ranks: all bit patterns of 16 bits, hence every NaN, and each dtype that is kept."""
+    """Of two ranks: all bit patterns of 16 bits, hence every NaN, and each dtype that is cached."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -143,20 +143,20 @@ def _rows(seed: int) -> list[list[Tensor]]:
     ]
 
 
-def _keep(kept: Kept, rows: list[list[Tensor]], empty: Callable[..., Tensor]) -> None:
+def _keep(cached: ShardCache, rows: list[list[Tensor]], empty: Callable[..., Tensor]) -> None:
     for rank, row in enumerate(rows):
-        for run, values in enumerate(row):
+        for chunk, values in enumerate(row):
             tensor = empty(values.shape, dtype=values.dtype)
             tensor.copy_(values)
-            kept.keep(rank, run, tensor)
+            cached.store(rank, chunk, tensor)
             del tensor  # the device uses its memory for something else
 
 
-def _taken(kept: Kept) -> list[list[Tensor]]:
+def _taken(cached: ShardCache) -> list[list[Tensor]]:
     """What a consumer on the device reads of the rows it takes."""
     read = []
-    for rank in range(len(kept)):
-        row = kept.take(rank)
+    for rank in range(len(cached)):
+        row = cached.take(rank)
         read.append([torch.empty_like(tensor) for tensor in row])
         while row:
             read[-1][len(row) - 1].copy_(row[-1])
@@ -174,132 +174,132 @@ def _same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 def test_what_comes_back_is_to_the_bit_what_was_kept(late: str, ahead: bool) -> None:
     read = []
     with emulated(late) as device:
-        kept = Kept(2, 4, HostCopies(CPU, device.copying))
+        cached = ShardCache(2, 4, HostCopies(CPU, device.copying))
         for seed in range(3):
-            _keep(kept, _rows(seed), device.empty)
+            _keep(cached, _rows(seed), device.empty)
             if ahead:
-                kept.fetch()
-            read += [_taken(kept), _taken(kept)]
+                cached.fetch()
+            read += [_taken(cached), _taken(cached)]
         device.finish()
     assert all(_same(read[2 * seed + i], _rows(seed)) for seed in range(3) for i in range(2))
-    assert kept.nbytes == sum(values.nbytes for row in _rows(0) for values in row)
+    assert cached.nbytes == sum(values.nbytes for row in _rows(0) for values in row)
 
 
 def test_buffers_are_pinned_and_written_over() -> None:
     with emulated("copying") as device:
-        kept = Kept(2, 4, HostCopies(CPU, device.copying))
+        cached = ShardCache(2, 4, HostCopies(CPU, device.copying))
         for seed in range(3):
-            _keep(kept, _rows(seed), device.empty)
-        assert device.pinned == [buffer.data_ptr() for rank in range(2) for buffer in kept[rank]]
+            _keep(cached, _rows(seed), device.empty)
+        assert device.pinned == [buffer.data_ptr() for rank in range(2) for buffer in cached[rank]]
 
 
 def test_devices_without_streams_copy_plainly() -> None:
     copies = HostCopies(CPU)
-    kept = Kept(2, 4, copies)
-    assert kept.take(1) == [None] * 4
+    cached = ShardCache(2, 4, copies)
+    assert cached.take(1) == [None] * 4
     for seed in range(2):
-        _keep(kept, _rows(seed), torch.empty)
-        kept.fetch()
-        assert _same(_taken(kept), _rows(seed))
-    assert kept.take(0)[0].data_ptr() != kept[0][0].data_ptr()
+        _keep(cached, _rows(seed), torch.empty)
+        cached.fetch()
+        assert _same(_taken(cached), _rows(seed))
+    assert cached.take(0)[0].data_ptr() != cached[0][0].data_ptr()
 
 
 @pytest.mark.parametrize("cache_device", ["device", "cpu"])
 def test_caches_of_a_cpu_device_stay_where_they_are(cache_device: str) -> None:
-    kept = Kept(1, 2, host_copies(CPU, cache_device))
+    cached = ShardCache(1, 2, host_copies(CPU, cache_device))
     first = torch.tensor([1, 2])
-    kept.keep(0, 0, first)
-    kept.fetch()
-    assert kept.take(0)[0] is first
-    kept.keep(0, 0, torch.tensor([3, 4]))
-    assert kept.take(0)[0] is first
+    cached.store(0, 0, first)
+    cached.fetch()
+    assert cached.take(0)[0] is first
+    cached.store(0, 0, torch.tensor([3, 4]))
+    assert cached.take(0)[0] is first
     assert first.tolist() == [3, 4]
 
 
 def test_what_was_fetched_is_taken_once_and_never_out_of_date() -> None:
-    kept = Kept(2, 1, HostCopies(CPU))
+    cached = ShardCache(2, 1, HostCopies(CPU))
     to_device = patch.object(HostCopies, "to_device", autospec=True, side_effect=_to_device)
     with to_device as calls:
-        kept.keep(0, 0, torch.tensor([1]))
-        kept.fetch([0])
-        kept.fetch([0])
-        assert (kept.take(0)[0].item(), calls.call_count) == (1, 1)
-        kept.fetch()
+        cached.store(0, 0, torch.tensor([1]))
+        cached.fetch([0])
+        cached.fetch([0])
+        assert (cached.take(0)[0].item(), calls.call_count) == (1, 1)
+        cached.fetch()
         assert calls.call_count == 3
-        kept.keep(0, 0, torch.tensor([2]))
-        assert (kept.take(0)[0].item(), calls.call_count) == (2, 4)
+        cached.store(0, 0, torch.tensor([2]))
+        assert (cached.take(0)[0].item(), calls.call_count) == (2, 4)
 
 
 def test_clearing_frees_buffers_and_what_was_fetched() -> None:
-    kept = Kept(1, 1, HostCopies(CPU))
-    kept.keep(0, 0, torch.tensor([1]))
-    kept.fetch()
-    held = [weakref.ref(kept[0][0]), weakref.ref(kept._arriving[0].tensors[0])]
-    kept.clear()
+    cached = ShardCache(1, 1, HostCopies(CPU))
+    cached.store(0, 0, torch.tensor([1]))
+    cached.fetch()
+    held = [weakref.ref(cached[0][0]), weakref.ref(cached._arriving[0].tensors[0])]
+    cached.clear()
     assert [ref() for ref in held] == [None, None]
-    assert (kept.nbytes, kept.take(0)) == (0, [None])
+    assert (cached.nbytes, cached.take(0)) == (0, [None])
 
 
 def test_a_device_without_memory_left_is_asked_again() -> None:
-    kept = Kept(1, 1, HostCopies(CPU))
-    kept.keep(0, 0, torch.tensor([1]))
+    cached = ShardCache(1, 1, HostCopies(CPU))
+    cached.store(0, 0, torch.tensor([1]))
     with patch.object(HostCopies, "to_device", side_effect=torch.OutOfMemoryError):
-        kept.fetch()
-    assert kept.take(0)[0].item() == 1
+        cached.fetch()
+    assert cached.take(0)[0].item() == 1
 
 
-def _groups() -> dict[str, Kept]:
-    return {name: Kept(2, 1, HostCopies(CPU)) for name in "RABC"}
+def _groups() -> dict[str, ShardCache]:
+    return {name: ShardCache(2, 1, HostCopies(CPU)) for name in "RABC"}
 
 
-def _held(groups: dict[str, Kept]) -> str:
+def _held(groups: dict[str, ShardCache]) -> str:
     """Which groups lie on the device."""
-    return "".join(name for name, kept in groups.items() if kept._arriving)
+    return "".join(name for name, cached in groups.items() if cached._arriving)
 
 
-def _take(kept: Kept) -> None:
-    for rank in range(len(kept)):
-        kept.take(rank)
+def _take(cached: ShardCache) -> None:
+    for rank in range(len(cached)):
+        cached.take(rank)
 
 
 MICROBATCH = "RABC" + "CBA"  # forward, backward; the root stays gathered in between
 
 
 def test_a_gather_finds_what_it_needs_fetched_and_one_group_more_is_held_at_most() -> None:
-    groups, foresight = _groups(), Foresight()
+    groups, prefetcher = _groups(), Prefetcher()
     before = ""
     for microbatch in range(4):
         for name in MICROBATCH:
             if microbatch >= 2 and name != before:
                 assert _held(groups) == name
-            foresight.starts(groups[name])
-            foresight.finishes(groups[name])
+            prefetcher.starts(groups[name])
+            prefetcher.finishes(groups[name])
             assert len(_held(groups)) <= 2
             _take(groups[name])
             before = name
 
 
 def test_gathers_that_overlap_hold_no_group_beyond_themselves() -> None:
-    groups, foresight = _groups(), Foresight()
-    foresight.starts(groups["R"])
+    groups, prefetcher = _groups(), Prefetcher()
+    prefetcher.starts(groups["R"])
     for name, following in pairwise(3 * "RABCBA"):
-        foresight.starts(groups[following])
-        foresight.finishes(groups[name])
+        prefetcher.starts(groups[following])
+        prefetcher.finishes(groups[name])
         assert set(_held(groups)) == {name, following}
         _take(groups[name])
 
 
-def test_a_group_that_was_foretold_in_vain_is_freed() -> None:
-    groups, foresight = _groups(), Foresight()
+def test_a_group_that_was_predicted_in_vain_is_freed() -> None:
+    groups, prefetcher = _groups(), Prefetcher()
     for name in "ABCABC":
-        foresight.starts(groups[name])
-        foresight.finishes(groups[name])
+        prefetcher.starts(groups[name])
+        prefetcher.finishes(groups[name])
         _take(groups[name])
     assert _held(groups) == "A"
-    foresight.starts(groups["R"])
+    prefetcher.starts(groups["R"])
     assert _held(groups) == "R"
-    foresight.finishes(groups["R"])
-    foresight.forget()
+    prefetcher.finishes(groups["R"])
+    prefetcher.forget()
     old = weakref.ref(groups.pop("A"))
     assert old() is None
 
@@ -314,41 +314,43 @@ def _in_host_memory() -> Iterator[None]:
     assert device.pinned
 
 
-def _differing_from_host(setup: Setup, treatments: dict[str, dict]) -> list[str]:
+def _differing_from_host(setup: Setup, compressions: dict[str, dict]) -> list[str]:
     with _in_host_memory():
-        return _differing(setup, treatments)
+        return _differing(setup, compressions)
 
 
 @pytest.mark.parametrize("mode", ["async", "resharded to pairs"])
 def test_caches_in_host_memory_train_as_plain(ranks, mode: str) -> None:
-    chosen = {name: TREATMENTS[name] for name in ("value", "blocks-hash")}
+    chosen = {name: COMPRESSIONS[name] for name in ("delta", "blocks-hash")}
     setup = replace(Setup(), **MODES[mode])
     assert ranks(4).run(_differing_from_host, setup, chosen) == [[]] * 4
 
 
-def _differs_after_changes_of_treatment() -> bool:
-    """Values, of which exponents are kept, and then nothing in all groups but one."""
+def _differs_after_changes_of_compression() -> bool:
+    """Values, of which exponents are cached, and then nothing in all groups but one."""
     setup = Setup(steps=6)
     model, optimizer = build(setup)
     train(setup, model, optimizer)
     plain_state = state_of(model, optimizer)
-    setup = Setup(steps=2, narrow=TREATMENTS["value"])
+    setup = Setup(steps=2, narrow=COMPRESSIONS["delta"])
     with _in_host_memory():
         model, optimizer = build(setup)
         handle, _ = narrow(setup, model, optimizer)
         train(setup, model, optimizer)
-        held = [weakref.ref(state.kept) for comm in handle._comms for state in comm.states.values()]
+        held = [
+            weakref.ref(state.cache) for comm in handle._comms for state in comm.states.values()
+        ]
         for comm in handle._comms:
-            comm.treat({name: Scheme("exponent") for name in comm.schemes})
-        assert [kept() for kept in held] == [None] * len(held)
+            comm.change_schemes({name: Scheme("exponent") for name in comm.schemes})
+        assert [cached() for cached in held] == [None] * len(held)
         train(setup, model, optimizer, first_step=2)
         for comm in handle._comms[1:]:
-            comm.treat(None)
+            comm.change_schemes(None)
         train(setup, model, optimizer, first_step=4)
         same = same_bits(state_of(model, optimizer), plain_state)
         handle.remove()
     return not same
 
 
-def test_caches_in_host_memory_follow_a_change_of_treatment(ranks) -> None:
-    assert ranks(2).run(_differs_after_changes_of_treatment) == [False] * 2
+def test_caches_in_host_memory_follow_a_change_of_compression(ranks) -> None:
+    assert ranks(2).run(_differs_after_changes_of_compression) == [False] * 2

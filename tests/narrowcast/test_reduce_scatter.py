@@ -21,7 +21,7 @@ from narrowcast.reducescatter import codec, comm
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.wire import exchange as exchange_module
 from narrowcast.wire.coders import Zstd
-from narrowcast.wire.exchange import exchange, partners
+from narrowcast.wire.exchange import exchange, pairwise_schedule
 from narrowcast.wire.packet import Encoded
 from tests.narrowcast.test_all_gather import MODES, VALUE
 from tests.narrowcast.training import (
@@ -43,7 +43,7 @@ OPS = {
     "average": dist.ReduceOp.AVG,
     "third": dist.ReduceOp.PREMUL_SUM(1 / 3),
 }
-CODED, RAW = {"treatment": "coded"}, {"treatment": "raw"}
+CODED, RAW = {"compression": "entropy"}, {"compression": "none"}
 GRADIENT_MODES = {
     "mixed bf16": {},
     **MODES,
@@ -60,10 +60,13 @@ ALWAYS = ("mixed bf16", "mixed fp32", "accumulated unsynced", "reduced in bf16",
 
 
 def reduce_scatter(
-    contribution: Tensor, op: Any, treatment: codec.Treatment = "coded", async_op: bool = False
+    contribution: Tensor,
+    op: Any,
+    compression: codec.Compression = "entropy",
+    async_op: bool = False,
 ) -> Tensor:
     """This rank's share of the reduction over all ranks, by narrowcast."""
-    reduce = NarrowReduceScatter(ParamGroup("layer", (), _group=None), treatment, Zstd())
+    reduce = NarrowReduceScatter(ParamGroup("layer", (), _group=None), compression, Zstd())
     output = contribution.new_full((contribution.numel() // dist.get_world_size(),), torch.nan)
     work = reduce(output, contribution.clone(), dist.group.WORLD, op, async_op)
     assert (work is not None) == async_op
@@ -114,9 +117,10 @@ def contributions(n: int, dtype: torch.dtype, rank: int | None = None) -> dict[s
 
 
 def _wrong_sums(n: int, max_run_values: int) -> list[str]:
-    """Cases whose result is not the reference's, treatment by treatment; at two ranks plain's."""
+    """Cases whose result is not the reference's, compression by compression; at two ranks
+    plain's."""
     wrong = []
-    with patch.object(comm, "MAX_RUN_VALUES", max_run_values):
+    with patch.object(comm, "MAX_CHUNK_VALUES", max_run_values):
         for dtype in DTYPES:
             kinds = contributions(n, dtype).items()
             for (kind, values), op_name in zip(kinds, itertools.cycle(OPS), strict=False):
@@ -124,8 +128,8 @@ def _wrong_sums(n: int, max_run_values: int) -> list[str]:
                 if dist.get_world_size() == 2 and op_name != "third":  # gloo has no PREMUL_SUM
                     expected["plain"] = plain_reduce_scatter(values, OPS[op_name])
                 results = {
-                    "raw": reduce_scatter(values, OPS[op_name], "raw"),
-                    "coded": reduce_scatter(values, OPS[op_name]),
+                    "none": reduce_scatter(values, OPS[op_name], "none"),
+                    "entropy": reduce_scatter(values, OPS[op_name]),
                     "coded again": reduce_scatter(values, OPS[op_name], async_op=True),
                 }
                 for (a, x), (b, y) in itertools.product(results.items(), expected.items()):
@@ -143,7 +147,7 @@ def test_the_sum_is_that_of_all_contributions_in_the_order_of_ranks(
 
 
 def _wrong_sums_of_long_shares() -> list[str]:
-    n = comm.MAX_RUN_VALUES + 1
+    n = comm.MAX_CHUNK_VALUES + 1
     values = contributions(n, torch.float32)["wide"]
     expected = plain_reduce_scatter(values, dist.ReduceOp.AVG)
     return [] if same_bits([reduce_scatter(values, dist.ReduceOp.AVG)], [expected]) else ["long"]
@@ -266,7 +270,7 @@ def test_every_rank_gets_what_was_meant_for_it(ranks, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 18))
 def test_all_ranks_swap_in_pairs_so_that_none_waits_for_one_that_waits(world_size: int) -> None:
-    left = [list(partners(rank, world_size)) for rank in range(world_size)]
+    left = [list(pairwise_schedule(rank, world_size)) for rank in range(world_size)]
     for rank, order in enumerate(left):
         assert sorted(order) == [other for other in range(world_size) if other != rank]
     rounds = 0
@@ -290,8 +294,8 @@ def _most_payloads_alive() -> int:
             most = max(most, sum(payload() is not None for payload in made))
         return original(ours, theirs, *args)
 
-    original = exchange_module._start_swap
-    with patch.object(exchange_module, "_start_swap", start_swap):
+    original = exchange_module._start_pairwise
+    with patch.object(exchange_module, "_start_pairwise", start_swap):
         reduce_scatter(torch.ones(4 * 100), dist.ReduceOp.SUM)
     return most
 

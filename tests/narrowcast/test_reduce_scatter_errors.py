@@ -15,7 +15,7 @@ from narrowcast import NarrowcastError, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.reducescatter import codec, comm
 from narrowcast.wire.coders import Zstd
-from narrowcast.wire.packet import head_size
+from narrowcast.wire.packet import header_size
 from tests.narrowcast.test_errors import SOON_S, _assert_same_error, _is_culprit
 from tests.narrowcast.test_reduce_scatter import CODED
 from tests.narrowcast.training import (
@@ -66,11 +66,11 @@ def _flip_number_of_runs(model: nn.Module) -> AbstractContextManager:
 
 
 def _flip_head(model: nn.Module) -> AbstractContextManager:
-    return _tampered(_flip(head_size(1) // 2))
+    return _tampered(_flip(header_size(1) // 2))
 
 
 def _flip_body(model: nn.Module) -> AbstractContextManager:
-    return _tampered(_flip(head_size(1) + 5))
+    return _tampered(_flip(header_size(1) + 5))
 
 
 def _flip_last_byte(model: nn.Module) -> AbstractContextManager:
@@ -128,8 +128,8 @@ def _other_stream(model: nn.Module) -> AbstractContextManager:
     return _set_on_culprit(model, "coder", NotZstd())
 
 
-def _other_treatment(model: nn.Module) -> AbstractContextManager:
-    return _set_on_culprit(model, "treatment", "raw")
+def _other_compression(model: nn.Module) -> AbstractContextManager:
+    return _set_on_culprit(model, "compression", "none")
 
 
 _ROUTE = f"the payload from rank {SENDER} to rank {RECEIVER}"
@@ -147,7 +147,7 @@ FAULTS = {
     _fail_to_decode: ("NarrowcastError", "to rank 1: MemoryError: no memory to decode"),
     _other_coder: ("SettingsError", "coder"),
     _other_stream: ("PayloadError", "does not decode"),
-    _other_treatment: ("SettingsError", "treatment"),
+    _other_compression: ("SettingsError", "compression"),
 }
 
 
@@ -225,20 +225,20 @@ def _narrow_by_rank(on_culprit: dict[str, Any]) -> None:
 
 
 def test_settings_that_differ_by_rank_are_an_error_at_once(ranks) -> None:
-    outcomes = ranks(4).outcomes(_narrow_by_rank, {"treatment": "raw"}, timeout_s=SOON_S)
-    _assert_same_error(outcomes, "SettingsError", "of 'treatment': {0: 'coded', 1: 'raw'")
+    outcomes = ranks(4).outcomes(_narrow_by_rank, {"compression": "none"}, timeout_s=SOON_S)
+    _assert_same_error(outcomes, "SettingsError", "of 'compression': {0: 'entropy', 1: 'none'")
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
-    outcomes = ranks(4).outcomes(_narrow_by_rank, {"coder": "ans"}, timeout_s=SOON_S)
+    outcomes = ranks(4).outcomes(_narrow_by_rank, {"entropy_coder": "ans"}, timeout_s=SOON_S)
     for outcome in outcomes:
         assert outcome.type == "ValueError"
         assert "coder = 'ans'" in outcome.message
 
 
 WRONG_ARGUMENTS = {
-    "treatment": ("value", "'coded', 'raw'"),
-    "coder": ("ans", "'auto', 'zstd'"),
+    "compression": ("delta", "'entropy', 'none'"),
+    "entropy_coder": ("ans", "'auto', 'zstd'"),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
 }

@@ -1,4 +1,5 @@
-"""What is kept of a shard when its treatments change: all that the new ones can use, to the bit."""
+"""What is cached of a shard when its compressions change: all that the new ones can use, to the
+bit."""
 
 import random
 from unittest.mock import patch
@@ -8,35 +9,35 @@ import torch
 from torch import Tensor
 
 from narrowcast.allgather import chunks, codec
-from narrowcast.allgather.chunks import Run, make_runs, recut
+from narrowcast.allgather.chunks import Chunk, make_chunks, rechunk
 from narrowcast.allgather.codec import Scheme
 from narrowcast.wire import floats
 
 HASHES = Scheme("exponent", "blocks", block_size=8, block_check="hash")
 SCHEMES = {
-    **{name: Scheme(name, block_size=8) for name in ("value", "exponent", "coded", "raw")},
+    **{name: Scheme(name, block_size=8) for name in ("delta", "exponent", "entropy", "none")},
     "blocks": Scheme("exponent", "blocks", block_size=8),
     "hashes": HASHES,
 }
 USABLE = {
-    **{("value", to): True for to in ("value", "exponent", "blocks")},
+    **{("delta", to): True for to in ("delta", "exponent", "blocks")},
     **{(of, to): True for of in ("exponent", "blocks") for to in ("exponent", "blocks")},
 }
 SIZES = {"a": 301, "b": 0, "c": 7, "d": 64, "e": 130}
 
 
 def cut(
-    treatments: dict[str, str], dtypes: dict[str, torch.dtype], longest: int
-) -> tuple[Run, ...]:
+    compressions: dict[str, str], dtypes: dict[str, torch.dtype], longest: int
+) -> tuple[Chunk, ...]:
     params = [(name, SIZES[name], dtypes[name]) for name in SIZES]
-    with patch.object(chunks, "MAX_RUN_VALUES", longest):
-        return make_runs(params, {name: SCHEMES[of] for name, of in treatments.items()})
+    with patch.object(chunks, "MAX_CHUNK_VALUES", longest):
+        return make_chunks(params, {name: SCHEMES[of] for name, of in compressions.items()})
 
 
-def kept_of(cut_runs: tuple[Run, ...], shard_bytes: Tensor, own: bool) -> list[Tensor | None]:
+def kept_of(cut_runs: tuple[Chunk, ...], shard_bytes: Tensor, own: bool) -> list[Tensor | None]:
     """What a sender keeps of its own shard, or a receiver of it."""
-    keeps = codec.sender_keeps if own else codec.receiver_keeps
-    return [keeps(run.bits(shard_bytes), run.scheme, run.layout) for run in cut_runs]
+    keeps = codec.sender_cache if own else codec.receiver_cache
+    return [keeps(chunk.bits(shard_bytes), chunk.scheme, chunk.layout) for chunk in cut_runs]
 
 
 def random_shard(dtypes: dict[str, torch.dtype]) -> Tensor:
@@ -54,7 +55,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 @pytest.mark.parametrize("dtype", floats.LAYOUTS)
 @pytest.mark.parametrize("own", [True, False])
-def test_a_new_treatment_finds_what_it_would_have_kept(dtype: torch.dtype, own: bool) -> None:
+def test_a_new_compression_finds_what_it_would_have_kept(dtype: torch.dtype, own: bool) -> None:
     dtypes = dict.fromkeys(SIZES, dtype)
     shard_bytes = random_shard(dtypes)
     for before in SCHEMES:
@@ -62,7 +63,7 @@ def test_a_new_treatment_finds_what_it_would_have_kept(dtype: torch.dtype, own: 
             old = cut(dict.fromkeys(SIZES, before), dtypes, longest=40)
             new = cut(dict.fromkeys(SIZES, after), dtypes, longest=104)
             assert len(old) > len(new) > 1  # shards are longer than a run
-            found = recut(old, kept_of(old, shard_bytes, own), new)
+            found = rechunk(old, kept_of(old, shard_bytes, own), new)
             expected = kept_of(new, shard_bytes, own)
             if not USABLE.get((before, after)):
                 expected = [None] * len(new)
@@ -82,46 +83,46 @@ def test_every_shard_of_a_group_keeps_what_it_can_through_many_changes() -> None
         two = rng.sample(list(SCHEMES), 2)
         before, after = ({name: rng.choice(two) for name in SIZES} for _ in range(2))
         old, new = cut(before, dtypes, longest=40), cut(after, dtypes, longest=200)
-        found = recut(old, kept_of(old, shard_bytes, own=True), new)
-        for run, one, full in zip(new, found, kept_of(new, shard_bytes, own=True), strict=True):
-            usable = run in old or all(
+        found = rechunk(old, kept_of(old, shard_bytes, own=True), new)
+        for chunk, one, full in zip(new, found, kept_of(new, shard_bytes, own=True), strict=True):
+            usable = chunk in old or all(
                 dtypes[name] != torch.int64 and USABLE.get((before[name], after[name]))
-                for name, _ in run.params
+                for name, _ in chunk.params
             )
-            assert same(one, full if usable else None), (before, after, run)
-            kinds.add((run.scheme.treatment, usable, len(run.params) > 1))
+            assert same(one, full if usable else None), (before, after, chunk)
+            kinds.add((chunk.scheme.compression, usable, len(chunk.params) > 1))
     # Runs of several parameters were among them, with all of them known and not.
-    assert {("value", True, True), ("exponent", True, True), ("value", False, True)} <= kinds
+    assert {("delta", True, True), ("exponent", True, True), ("delta", False, True)} <= kinds
 
 
 def test_a_run_with_a_part_that_is_not_known_is_cold() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
     shard_bytes = random_shard(dtypes)
-    old = cut(dict.fromkeys(SIZES, "value"), dtypes, longest=104)
-    kept = kept_of(old, shard_bytes, own=False)
-    kept[1] = None  # a part of ``a``
-    new = cut({**dict.fromkeys(SIZES, "value"), "c": "exponent"}, dtypes, longest=1000)
-    assert [[name for name, _ in run.params] for run in new] == [["a"], ["c"], ["d", "e"]]
+    old = cut(dict.fromkeys(SIZES, "delta"), dtypes, longest=104)
+    cached = kept_of(old, shard_bytes, own=False)
+    cached[1] = None  # a part of ``a``
+    new = cut({**dict.fromkeys(SIZES, "delta"), "c": "exponent"}, dtypes, longest=1000)
+    assert [[name for name, _ in chunk.params] for chunk in new] == [["a"], ["c"], ["d", "e"]]
     expected = [None, *kept_of(new, shard_bytes, own=False)[1:]]
-    assert all(map(same, recut(old, kept, new), expected))
+    assert all(map(same, rechunk(old, cached, new), expected))
 
 
-def test_hashes_are_kept_as_long_as_their_run_stays_as_it_is() -> None:
+def test_hashes_are_cached_as_long_as_their_run_stays_as_it_is() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
     shard_bytes = random_shard(dtypes)
-    treatments = {**dict.fromkeys(SIZES, "hashes"), "e": "value"}
-    old = cut(treatments, dtypes, longest=1000)
-    new = cut({**treatments, "e": "coded"}, dtypes, longest=1000)
+    compressions = {**dict.fromkeys(SIZES, "hashes"), "e": "delta"}
+    old = cut(compressions, dtypes, longest=1000)
+    new = cut({**compressions, "e": "entropy"}, dtypes, longest=1000)
     for own in (True, False):
-        kept = kept_of(old, shard_bytes, own)
-        found = recut(old, kept, new)
-        assert same(found[0], kept[0])
+        cached = kept_of(old, shard_bytes, own)
+        found = rechunk(old, cached, new)
+        assert same(found[0], cached[0])
         assert found[0] is not None
         assert found[-1] is None
 
 
 def test_what_was_not_kept_yet_stays_cold() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
-    old = cut(dict.fromkeys(SIZES, "value"), dtypes, longest=40)
+    old = cut(dict.fromkeys(SIZES, "delta"), dtypes, longest=40)
     new = cut(dict.fromkeys(SIZES, "exponent"), dtypes, longest=104)
-    assert recut(old, [None] * len(old), new) == [None] * len(new)
+    assert rechunk(old, [None] * len(old), new) == [None] * len(new)

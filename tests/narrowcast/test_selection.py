@@ -1,4 +1,4 @@
-"""Which shard gets which treatment: against enumeration, and as users see it."""
+"""Which shard gets which compression: against enumeration, and as users see it."""
 
 import json
 import random
@@ -13,13 +13,13 @@ from narrowcast.autotune.solver import Group, Option, Shard, as_json, choose, ta
 CLOSE = 1e-6  # of plain's time
 
 
-def shard(name, plain, raw=None, kind="expert_ffn", **options):
-    options["raw"] = Option(plain if raw is None else raw)
+def shard(name, plain, none=None, kind="expert_ffn", **options):
+    options["none"] = Option(plain if none is None else none)
     return Shard(name, kind, 1000, plain, options)
 
 
-def group(name, *shards, plain_latency=0.0, overhead=0.0, in_force=False):
-    return Group(name, shards, plain_latency, overhead, in_force)
+def group(name, *shards, plain_latency=0.0, overhead=0.0, is_current=False):
+    return Group(name, shards, plain_latency, overhead, is_current)
 
 
 def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1, 9)):
@@ -36,24 +36,24 @@ def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1
         for s in range(num_shards(rng)):
             plain, cache_bytes = rng.choice([1.0, 10 * rng.random()]), cache(rng)
             options = {
-                "coded": an_option(plain, 0),
+                "entropy": an_option(plain, 0),
                 "exponent": an_option(plain, cache_bytes),
-                "value": an_option(plain, 2 * cache_bytes),
+                "delta": an_option(plain, 2 * cache_bytes),
             }
             shards.append(shard(f"s{s}", plain, plain * rng.uniform(1, 1.1), **options))
-        latency, in_force = rng.random(), rng.random() < 0.3
-        groups.append(Group(f"g{g}", tuple(shards), latency, 2 * rng.random(), in_force))
+        latency, is_current = rng.random(), rng.random() < 0.3
+        groups.append(Group(f"g{g}", tuple(shards), latency, 2 * rng.random(), is_current))
     return groups
 
 
-def totals(groups, treatments, margin=0.0):
+def totals(groups, compressions, margin=0.0):
     """What is minimised: seconds with cold caches and the margin. And the bytes of caches."""
     seconds, cache_bytes = 0.0, 0
     for one in groups:
         plain = one.plain_latency + sum(s.plain for s in one.shards)
-        if one.name in treatments:
-            taken = [s.options[treatments[one.name][s.name]] for s in one.shards]
-            seconds += 0 if one.in_force else margin * plain
+        if one.name in compressions:
+            taken = [s.options[compressions[one.name][s.name]] for s in one.shards]
+            seconds += 0 if one.is_current else margin * plain
             seconds += one.overhead + sum(o.seconds for o in taken)
             cache_bytes += sum(option.cache_bytes for option in taken)
         else:
@@ -67,8 +67,8 @@ def enumerated(groups, budget, margin):
     for one in groups:
         ways = [totals([one], {})]
         for names in product(*(s.options for s in one.shards)):
-            treatments = {s.name: name for s, name in zip(one.shards, names, strict=True)}
-            ways.append(totals([one], {one.name: treatments}, margin))
+            compressions = {s.name: name for s, name in zip(one.shards, names, strict=True)}
+            ways.append(totals([one], {one.name: compressions}, margin))
         extended = {}
         for (used, so_far), (seconds, cache_bytes) in product(best.items(), ways):
             total = used + cache_bytes
@@ -84,10 +84,10 @@ def test_the_exact_choice_is_the_best_of_all():
         groups = random_groups(rng, rng.randint(2, 3), lambda rng: rng.randint(1, 3))
         margin = rng.choice([0.0, 0.05, 0.3])
         plain = totals(groups, {})[0]
-        most = sum(s.options["value"].cache_bytes for one in groups for s in one.shards)
+        most = sum(s.options["delta"].cache_bytes for one in groups for s in one.shards)
         for budget in {0, rng.randint(0, most), rng.randint(0, most // 2), most}:
             choice = choose(groups, budget, margin=margin)
-            seconds, cache_bytes = totals(groups, choice.treatments, margin)
+            seconds, cache_bytes = totals(groups, choice.compressions, margin)
             assert seconds <= enumerated(groups, budget, margin) + CLOSE * plain
             assert choice.cache_bytes == cache_bytes <= budget
             assert choice.plain_seconds == pytest.approx(plain)
@@ -97,7 +97,7 @@ def test_the_exact_choice_is_the_best_of_all():
             free.seconds,
             free.cache_bytes,
         )
-        assert totals(groups, free.treatments, margin)[0] == pytest.approx(
+        assert totals(groups, free.compressions, margin)[0] == pytest.approx(
             enumerated(groups, most, margin), abs=CLOSE * plain
         )
 
@@ -110,57 +110,57 @@ def test_the_budget_is_never_exceeded(strategy):
         groups = random_groups(rng, 10, lambda _: 5, cache)
         most = choose(groups, None).cache_bytes
         for budget in (1, most // 7, most // 2, most - 1, most):
-            assert totals(groups, choose(groups, budget, strategy).treatments)[1] <= budget
+            assert totals(groups, choose(groups, budget, strategy).compressions)[1] <= budget
 
 
 def test_not_even_by_what_a_solver_tolerates():
     size = 10**15 // 3
     value = Option(0.1, cache_bytes=size)
-    shards = [shard(f"s{i}", 1.0 + i / 10, value=value) for i in range(4)]
+    shards = [shard(f"s{i}", 1.0 + i / 10, delta=value) for i in range(4)]
     choice = choose([group("g", *shards)], 3 * size - 1)
-    assert sorted(choice.treatments["g"].values()) == ["raw", "raw", "value", "value"]
-    assert choice.treatments["g"]["s0"] == "raw"
+    assert sorted(choice.compressions["g"].values()) == ["none", "none", "delta", "delta"]
+    assert choice.compressions["g"]["s0"] == "none"
     assert choice.cache_bytes == 2 * size
 
 
 def test_ties_go_to_plain_and_to_the_smaller_cache():
-    ulp_better = shard("w", 0.1 + 0.2, coded=Option(0.3), value=Option(0.3, cache_bytes=8))
-    assert choose([group("g", ulp_better)], None).treatments == {}
-    equal = {"value": Option(0.3, cache_bytes=8), "exponent": Option(0.1 + 0.2, cache_bytes=4)}
-    taken = choose([group("g", shard("w", 1.0, **equal, coded=Option(0.6)))], None)
-    assert taken.treatments == {"g": {"w": "exponent"}}
+    ulp_better = shard("w", 0.1 + 0.2, entropy=Option(0.3), delta=Option(0.3, cache_bytes=8))
+    assert choose([group("g", ulp_better)], None).compressions == {}
+    equal = {"delta": Option(0.3, cache_bytes=8), "exponent": Option(0.1 + 0.2, cache_bytes=4)}
+    taken = choose([group("g", shard("w", 1.0, **equal, entropy=Option(0.6)))], None)
+    assert taken.compressions == {"g": {"w": "exponent"}}
     small, large = (
-        shard(name, 1.0, value=Option(0.5, cache_bytes=cache_bytes))
+        shard(name, 1.0, delta=Option(0.5, cache_bytes=cache_bytes))
         for name, cache_bytes in (("small", 7), ("large", 8))
     )
     for shards in ((small, large), (large, small)):
         assert choose([group("g", *shards)], 8).cache_bytes == 7
-    no_better = shard("w", 1.0, coded=Option(0.3), value=Option(0.2, 0.1, cache_bytes=8))
+    no_better = shard("w", 1.0, entropy=Option(0.3), delta=Option(0.2, 0.1, cache_bytes=8))
     assert choose([group("g", no_better)], None).cache_bytes == 0
 
 
 def test_ratio_is_the_papers_rule():
     """Gains a byte: a 0.9 / 3, b 0.8 / 2, c 0.5 / 1, d 0.2 / 1, e -; the budget is 5."""
     shards = (
-        shard("a", 1.0, value=Option(0.1, cache_bytes=3), coded=Option(0.7)),
-        shard("b", 1.0, exponent=Option(0.6, cache_bytes=1), value=Option(0.2, cache_bytes=2)),
-        shard("c", 1.0, value=Option(0.5, cache_bytes=1), coded=Option(0.9)),
-        shard("d", 1.0, value=Option(0.8, cache_bytes=1)),
-        shard("e", 1.0, value=Option(1.2, cache_bytes=1), coded=Option(1.3)),
+        shard("a", 1.0, delta=Option(0.1, cache_bytes=3), entropy=Option(0.7)),
+        shard("b", 1.0, exponent=Option(0.6, cache_bytes=1), delta=Option(0.2, cache_bytes=2)),
+        shard("c", 1.0, delta=Option(0.5, cache_bytes=1), entropy=Option(0.9)),
+        shard("d", 1.0, delta=Option(0.8, cache_bytes=1)),
+        shard("e", 1.0, delta=Option(1.2, cache_bytes=1), entropy=Option(1.3)),
     )
     groups = [group("g", *shards)]
     choice = choose(groups, 5, "ratio")
     # b and c leave 2: a does not fit, d does, e gains nothing.
-    assert choice.treatments == {
-        "g": {"a": "coded", "b": "value", "c": "value", "d": "value", "e": "raw"}
+    assert choice.compressions == {
+        "g": {"a": "entropy", "b": "delta", "c": "delta", "d": "delta", "e": "none"}
     }
     assert choice.cache_bytes == 4
     assert choice.seconds == pytest.approx(0.7 + 0.2 + 0.5 + 0.8 + 1.0)
     assert choose(groups, 5, "exact").seconds == pytest.approx(0.1 + 0.2 + 0.9 + 1.0 + 1.0)
     # The group's overhead takes all that is gained.
     dear = [replace(groups[0], overhead=1.9)]
-    assert choose(dear, 5, "ratio").treatments == {}
-    assert choose([replace(dear[0], overhead=1.7)], 5, "ratio").treatments
+    assert choose(dear, 5, "ratio").compressions == {}
+    assert choose([replace(dear[0], overhead=1.7)], 5, "ratio").compressions
 
 
 def test_ratio_is_never_better_than_exact():
@@ -170,7 +170,7 @@ def test_ratio_is_never_better_than_exact():
         groups = random_groups(rng, 4, lambda rng: rng.randint(1, 6))
         budget, margin = rng.randint(0, 60), rng.choice([0.0, 0.1])
         ratio, exact = (
-            totals(groups, choose(groups, budget, strategy, margin).treatments, margin)
+            totals(groups, choose(groups, budget, strategy, margin).compressions, margin)
             for strategy in ("ratio", "exact")
         )
         assert exact[0] <= ratio[0] + CLOSE * totals(groups, {})[0]
@@ -179,33 +179,33 @@ def test_ratio_is_never_better_than_exact():
 
 
 def test_a_group_of_tiny_shards_stays_plain():
-    tiny = [shard(f"norm{i}", 1e-5, value=Option(2e-6, cache_bytes=8)) for i in range(20)]
-    large = shard("experts", 1.0, value=Option(0.2, cache_bytes=8000))
+    tiny = [shard(f"norm{i}", 1e-5, delta=Option(2e-6, cache_bytes=8)) for i in range(20)]
+    large = shard("experts", 1.0, delta=Option(0.2, cache_bytes=8000))
     costs = {"plain_latency": 1e-3, "overhead": 2e-3}
     groups = [group("norms", *tiny, **costs), group("layer", large, *tiny, **costs)]
     choice = choose(groups, None)
-    assert list(choice.treatments) == ["layer"]
-    assert choice.treatments["layer"]["norm3"] == "value"
+    assert list(choice.compressions) == ["layer"]
+    assert choice.compressions["layer"]["norm3"] == "delta"
     assert choice.reasons["norms", "norm3"] == "its group as a whole gains nothing"
 
 
 def test_a_margin_must_be_saved():
-    groups = [group("g", shard("w", 0.9, coded=Option(0.8)), plain_latency=0.1, overhead=0.1)]
-    assert choose(groups, None, margin=0.09).treatments
+    groups = [group("g", shard("w", 0.9, entropy=Option(0.8)), plain_latency=0.1, overhead=0.1)]
+    assert choose(groups, None, margin=0.09).compressions
     choice = choose(groups, None, margin=0.11)
-    assert not choice.treatments
+    assert not choice.compressions
     assert choice.reasons["g", "w"] == "its group would save no more than the margin of 11.0%"
 
 
-def test_a_treatment_in_force_is_kept_where_another_gains_too_little():
-    in_force = Option(0.5, bits=8.0, cache_bytes=4)
-    for gain, taken in ((0.05, "exponent"), (0.2, "value")):
+def test_a_compression_in_force_is_kept_where_another_gains_too_little():
+    is_current = Option(0.5, bits=8.0, cache_bytes=4)
+    for gain, taken in ((0.05, "exponent"), (0.2, "delta")):
         value = Option(0.5 - gain, switching=0.1, cache_bytes=8)
-        choice = choose([group("g", shard("w", 1.0, exponent=in_force, value=value))], None)
-        assert choice.treatments == {"g": {"w": taken}}
+        choice = choose([group("g", shard("w", 1.0, exponent=is_current, delta=value))], None)
+        assert choice.compressions == {"g": {"w": taken}}
     assert choice.seconds == pytest.approx(0.3)  # without the cost of the cold cache
     value = Option(0.45, switching=0.1, cache_bytes=8)
-    choice = choose([group("g", shard("w", 1.0, exponent=in_force, value=value))], None)
+    choice = choose([group("g", shard("w", 1.0, exponent=is_current, delta=value))], None)
     assert choice.reasons["g", "w"] == (
         "8.0 bits a value in place of 16; a change to value would not pay for itself"
     )
@@ -213,31 +213,35 @@ def test_a_treatment_in_force_is_kept_where_another_gains_too_little():
 
 def test_narrowing_at_all_must_repay_its_cold_caches():
     for switching in (0.1, 0.3):
-        one = group("g", shard("w", 1.0, value=Option(0.8, switching=switching)))
+        one = group("g", shard("w", 1.0, delta=Option(0.8, switching=switching)))
         choice = choose([one], None)
-        assert bool(choice.treatments) == (switching == 0.1)
+        assert bool(choice.compressions) == (switching == 0.1)
     assert choice.reasons["g", "w"] == "a change of its group would not pay for itself"
 
 
 def test_a_narrowed_group_stays_so_as_long_as_it_gains():
-    for seconds, in_force, stays in ((0.96, False, False), (0.96, True, True), (1.01, True, False)):
-        one = group("g", shard("w", 1.0, value=Option(seconds)), in_force=in_force)
-        assert bool(choose([one], None, margin=0.05).treatments) == stays
+    for seconds, is_current, stays in (
+        (0.96, False, False),
+        (0.96, True, True),
+        (1.01, True, False),
+    ):
+        one = group("g", shard("w", 1.0, delta=Option(seconds)), is_current=is_current)
+        assert bool(choose([one], None, margin=0.05).compressions) == stays
 
 
 def test_a_shard_whose_bits_jump_is_dropped():
     def choice_at(bits):
         value = Option(bits / 16, decoding=0.1, bits=bits, cache_bytes=8)
         shards = (
-            shard("w1", 1.0, value=value, coded=Option(0.7, decoding=0.05, bits=11.2)),
-            shard("w2", 1.0, value=Option(0.3, bits=3.0, cache_bytes=8)),
+            shard("w1", 1.0, delta=value, entropy=Option(0.7, decoding=0.05, bits=11.2)),
+            shard("w2", 1.0, delta=Option(0.3, bits=3.0, cache_bytes=8)),
         )
         return choose([group("g", *shards)], 16)
 
-    assert choice_at(3.1).treatments == {"g": {"w1": "value", "w2": "value"}}
+    assert choice_at(3.1).compressions == {"g": {"w1": "delta", "w2": "delta"}}
     assert choice_at(3.1).reasons["g", "w1"] == "3.1 bits a value in place of 16"
     jumped = choice_at(13.0)
-    assert jumped.treatments == {"g": {"w1": "coded", "w2": "value"}}
+    assert jumped.compressions == {"g": {"w1": "entropy", "w2": "delta"}}
     assert jumped.reasons["g", "w1"] == "11.2 bits a value in place of 16"
     assert jumped.cache_bytes == 8
 
@@ -245,12 +249,12 @@ def test_a_shard_whose_bits_jump_is_dropped():
 def example():
     value = Option(0.1, decoding=0.1, bits=3.1, cache_bytes=2**20)
     shards = (
-        shard("large", 1.0, value=value, coded=Option(0.7, bits=11.2)),
-        shard("small", 0.9, value=value),
-        shard("noise", 0.1, kind="router", coded=Option(0.11)),
-        Shard("mask", "other", 8, 0.001, {"raw": Option(0.001)}),
+        shard("large", 1.0, delta=value, entropy=Option(0.7, bits=11.2)),
+        shard("small", 0.9, delta=value),
+        shard("noise", 0.1, kind="router", entropy=Option(0.11)),
+        Shard("mask", "other", 8, 0.001, {"none": Option(0.001)}),
     )
-    alone = shard("head", 0.4, raw=0.4, value=Option(0.2, cache_bytes=2**20))
+    alone = shard("head", 0.4, none=0.4, delta=Option(0.2, cache_bytes=2**20))
     return [group("layer", *shards, overhead=0.01), group("head", alone, overhead=0.1)]
 
 
@@ -258,14 +262,14 @@ def test_every_shard_is_given_its_reason():
     choice = choose(example(), 2**20)
     assert choice.reasons == {
         ("layer", "large"): "11.2 bits a value in place of 16; "
-        "value's cache does not fit the budget",
+        "delta's cache does not fit the budget",
         ("layer", "small"): "3.1 bits a value in place of 16",
         ("layer", "noise"): "coding costs more than it saves",
         ("layer", "mask"): "it can only go raw",
-        ("head", "head"): "value's cache does not fit the budget",
+        ("head", "head"): "delta's cache does not fit the budget",
     }
-    fast = [group("g", shard("w", 1e-3, coded=Option(5e-4, decoding=0.1)))]
-    assert choose(fast, None).reasons == {("g", "w"): "no treatment pays on this link"}
+    fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
+    assert choose(fast, None).reasons == {("g", "w"): "no compression pays on this link"}
 
 
 def test_the_table_tells_the_longest_shards_and_the_totals():
@@ -273,11 +277,11 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     text = table(groups, choose(groups, 2**20), limit=3)
     head, *rows = text.splitlines()
     assert " ".join(head.split()) == (
-        "shard kind treatment values plain ms chosen ms gain ms cache MiB reason"
+        "shard kind compression values plain ms chosen ms gain ms cache MiB reason"
     )
     assert [row.split()[0] for row in rows[:3]] == ["large", "small", "head"]
     assert rows[1].split(maxsplit=8) == [
-        *("small", "expert_ffn", "value", "1,000", "900.00", "200.00", "700.00", "1.0"),
+        *("small", "expert_ffn", "delta", "1,000", "900.00", "200.00", "700.00", "1.0"),
         "3.1 bits a value in place of 16",
     ]
     assert rows[3] == "and 2 more, which take less; the saved file has all"
@@ -285,10 +289,10 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
         "Predicted gathers of a step: 2,401.00 ms plain, 1,411.00 ms as chosen. Caches take 1.0 "
         "MiB, of a budget of 1.0 MiB. Without a budget: 811.00 ms, with 3.0 MiB."
     )
-    fast = [group("g", shard("w", 1e-3, coded=Option(5e-4, decoding=0.1)))]
+    fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
     assert table(fast, choose(fast, None)).splitlines()[-1] == (
         "Everything stays plain: 1.00 ms of gathers a step are predicted. "
-        "Why, for most of it: no treatment pays on this link."
+        "Why, for most of it: no compression pays on this link."
     )
 
 
@@ -308,7 +312,7 @@ def test_the_json_tells_every_shard():
     assert [layer["narrowed"], head["narrowed"]] == [True, False]
     assert [s["name"] for s in layer["shards"]] == ["large", "small", "noise", "mask"]
     small = layer["shards"][1]
-    assert small["options"]["value"] == pytest.approx(
+    assert small["options"]["delta"] == pytest.approx(
         {
             **{
                 "link": 0.1,
@@ -321,10 +325,10 @@ def test_the_json_tells_every_shard():
             **{"bits": 3.1, "cache_bytes": 2**20, "seconds": 0.2, "gain": 0.7},
         }
     )
-    assert (small["treatment"], small["cache_bytes"]) == ("value", 2**20)
+    assert (small["compression"], small["cache_bytes"]) == ("delta", 2**20)
     assert small["gain"] == pytest.approx(0.7)
     assert small["reason"] == "3.1 bits a value in place of 16"
-    assert (head["shards"][0]["treatment"], head["shards"][0]["gain"]) == ("plain", 0)
+    assert (head["shards"][0]["compression"], head["shards"][0]["gain"]) == ("plain", 0)
 
 
 def least_possible(groups, budget):
@@ -359,8 +363,8 @@ def test_thousands_of_shards_are_solved():
     choice = choose(groups, budget)
     assert choice.cache_bytes <= budget
     bound = least_possible(groups, budget)
-    assert bound <= totals(groups, choice.treatments)[0] <= (1 + 1e-5) * bound
-    assert totals(groups, choose(groups, budget, "ratio").treatments)[0] > 1.05 * bound
+    assert bound <= totals(groups, choice.compressions)[0] <= (1 + 1e-5) * bound
+    assert totals(groups, choose(groups, budget, "ratio").compressions)[0] > 1.05 * bound
 
 
 def test_what_cannot_be_chosen_from_is_refused():
@@ -371,9 +375,9 @@ def test_what_cannot_be_chosen_from_is_refused():
     with pytest.raises(ValueError, match=r"strategy = 'best'; allowed: 'exact', 'ratio'"):
         choose(groups, None, "best")
     with pytest.raises(ValueError, match=r"w: value costs .*link=nan.* leave such options out"):
-        choose([group("g", shard("w", 1.0, value=Option(float("nan"))))], None)
-    with pytest.raises(ValueError, match="w needs an option 'raw'"):
-        choose([group("g", Shard("w", "other", 1, 1.0, {"coded": Option(1.0)}))], None)
+        choose([group("g", shard("w", 1.0, delta=Option(float("nan"))))], None)
+    with pytest.raises(ValueError, match="w needs an option 'none'"):
+        choose([group("g", Shard("w", "other", 1, 1.0, {"entropy": Option(1.0)}))], None)
     with pytest.raises(ValueError, match="g: a time that is not finite"):
         choose([group("g", shard("w", 1.0), overhead=float("inf"))], None)
 
@@ -383,9 +387,9 @@ def test_where_the_program_takes_too_long_the_papers_rule_is_taken(monkeypatch, 
     rng = random.Random(0)
     groups = random_groups(rng, 20, lambda _: 20)
     budget = 300
-    assert choose(groups, budget).treatments != choose(groups, budget, "ratio").treatments
+    assert choose(groups, budget).compressions != choose(groups, budget, "ratio").compressions
     monkeypatch.setitem(solver._SOLVER, "time_limit", 0.0)
     late = choose(groups, budget)
-    assert late.treatments == choose(groups, budget, "ratio").treatments
+    assert late.compressions == choose(groups, budget, "ratio").compressions
     assert late.cache_bytes <= budget
     assert "the paper's rule" in caplog.text

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
-from tests.narrowcast.test_all_gather import TREATMENTS
+from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.training import local, same_bits
 
@@ -72,16 +72,16 @@ def _skips_a_step(arguments: dict) -> bool:
     return same_bits(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("treatment", ["value", "exponent", "blocks-hash", "coded", "raw"])
-def test_a_rank_that_skips_a_step_trains_on_as_under_plain_fsdp(ranks, treatment: str) -> None:
-    assert ranks(2).run(_skips_a_step, TREATMENTS[treatment]) == [True] * 2
+@pytest.mark.parametrize("compression", ["delta", "exponent", "blocks-hash", "entropy", "none"])
+def test_a_rank_that_skips_a_step_trains_on_as_under_plain_fsdp(ranks, compression: str) -> None:
+    assert ranks(2).run(_skips_a_step, COMPRESSIONS[compression]) == [True] * 2
 
 
 def _skips_where_all_look(skipped: int, seconds_per_byte: float) -> None:
     model = _build()
     optimizer = torch.optim.AdamW(model.parameters())
     with on_a_link(seconds_per_byte):
-        narrow_all_gather(model, optimizer, treatment="auto", warmup_steps=3, reselect_interval=6)
+        narrow_all_gather(model, optimizer, compression="auto", warmup_steps=3, reselect_interval=6)
         for step in range(16):
             _backward(model, step)
             if (step, dist.get_rank()) != (skipped, 1):
@@ -110,7 +110,7 @@ def _counted(handle: NarrowedModel) -> tuple[int, float]:
 def _replaces_the_optimizer() -> tuple[int, list[str]]:
     model = _build()
     optimizer = torch.optim.AdamW(model.parameters())
-    handle = narrow_all_gather(model, optimizer, treatment="value")
+    handle = narrow_all_gather(model, optimizer, compression="delta")
     rounds = []
     with _warnings() as warnings:
         for step in range(9):
@@ -157,7 +157,7 @@ def _two_optimizers() -> tuple[int, list[str]]:
     """One for each layer; the handle is given the one that steps last."""
     model = _build()
     first, last = (torch.optim.AdamW(layer.parameters()) for layer in model)
-    handle = narrow_all_gather(model, last, treatment="value")
+    handle = narrow_all_gather(model, last, compression="delta")
     with _warnings() as warnings:
         for step in range(6):
             _backward(model, step)
@@ -197,9 +197,9 @@ def _changes_parameters(announces: bool, arguments: dict) -> tuple[bool, list[st
     return same_bits(state, plain), warnings
 
 
-@pytest.mark.parametrize("treatment", ["value", "coded"])
-def test_the_first_change_that_nobody_announced_is_warned_of(ranks, treatment: str) -> None:
-    arguments = TREATMENTS[treatment]
+@pytest.mark.parametrize("compression", ["delta", "entropy"])
+def test_the_first_change_that_nobody_announced_is_warned_of(ranks, compression: str) -> None:
+    arguments = COMPRESSIONS[compression]
     for equal, warnings in ranks(2).run(_changes_parameters, False, arguments):
         assert equal
         assert len(warnings) == 1

@@ -30,14 +30,14 @@ from torchtitan_ext.benchmarks import placement
 
 BF16 = LAYOUTS[torch.bfloat16]
 NUM_VALUES = 1 << 15
-LEAST_BYTES = NUM_VALUES // 16  # of an operation that counts; heads and sizes are smaller
+LEAST_BYTES = NUM_VALUES // 16  # of an operation that counts; headers and sizes are smaller
 SCHEMES = {
-    "value": Scheme("value"),
-    "difference": Scheme("exponent"),
+    "delta": Scheme("delta"),
+    "exponent_delta": Scheme("exponent"),
     "blocks": Scheme("exponent", "blocks", 64),
     "hashes": Scheme("exponent", "blocks", 512, "hash"),
-    "coded": Scheme("coded"),
-    "raw": Scheme("raw"),
+    "entropy": Scheme("entropy"),
+    "none": Scheme("none"),
 }
 
 
@@ -141,8 +141,8 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
     scheme = SCHEMES[name]
     handle = narrow_all_gather(
         model,
-        treatment=scheme.treatment,
-        exponent_exchange=scheme.exponent_exchange,
+        compression=scheme.compression,
+        exponent_coding=scheme.exponent_coding,
         block_size=scheme.block_size,
         block_check=scheme.block_check,
     )
@@ -178,9 +178,9 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
             passage.gather(old_bits if is_first else new_bits, new_bits, is_first)
         segments = _segments(timed)
         expected = segments.pop(0) if is_first else Counter()
-        hashes = scheme.exponent_exchange == "blocks" and bool(segments.pop(0))
+        hashes = scheme.exponent_coding == "blocks" and bool(segments.pop(0))
         expected += segments[0] + segments[1] + segments[1]
-        if scheme.keeps_hashes:  # a sender keeps few bytes of its own, in the place of exponents
+        if scheme.caches_hashes:  # a sender keeps few bytes of its own, in the place of exponents
             assert hashes
             expected += segments[2]
             expected["aten::copy_", NUM_VALUES] -= 1
@@ -204,10 +204,10 @@ def test_nothing_that_is_timed_compares_a_tensor_with_itself() -> None:
     generator = torch.Generator().manual_seed(0)
     old_N = torch.randn(NUM_VALUES, generator=generator).bfloat16().view(torch.int16)
     with work.watched():
-        sampling.examine(old_N, old_N ^ 1, BF16, SCHEMES["value"], find_coder("zstd"))
+        sampling.examine(old_N, old_N ^ 1, BF16, SCHEMES["delta"], find_coder("zstd"))
     assert work.idle == []
-    # What was prepared with what is gathered, of each treatment; the unchanged with what is kept.
-    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sampling.TREATMENTS) + 2
+    # What was prepared with what is gathered, of each compression; the unchanged with its cache.
+    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sampling.COMPRESSIONS) + 2
 
 
 def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
@@ -319,7 +319,7 @@ def test_links_are_measured_by_data_that_no_link_makes_smaller_into_fresh_memory
         assert not any(one.repeats_a_byte for one in large)
         targets = [one.target for one in large if one.target is not None]
         assert len(targets) == len(set(targets))
-        # Each repeat of an unchanged gather compares the whole shard with what is kept.
+        # Each repeat of an unchanged gather compares the whole shard with what is cached.
         assert done["aten::equal", 2 * NUM_VALUES] >= 5
         assert idle == []
 

@@ -19,12 +19,12 @@ from tests.narrowcast.training import DIM, Setup, build, train
 TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
     "plain FSDP2": lambda model, optimizer: None,
     "counted": lambda model, optimizer: count_volume(param_groups(model), optimizer),
-    "value": lambda model, optimizer: narrow_all_gather(model, optimizer, treatment="value"),
+    "delta": lambda model, optimizer: narrow_all_gather(model, optimizer, compression="delta"),
     "value, not counted": lambda model, optimizer: narrow_all_gather(
-        model, optimizer, treatment="value", volume=False
+        model, optimizer, compression="delta", volume=False
     ),
     "some of it, not counted": lambda model, optimizer: narrow_all_gather(
-        model, optimizer, treatment="value", parameters=["0.*"], volume=False, verify_interval=1
+        model, optimizer, compression="delta", parameters=["0.*"], volume=False, verify_interval=1
     ),
     "auto": lambda model, optimizer: narrow_all_gather(model, optimizer, warmup_steps=3),
     "auto, not counted": lambda model, optimizer: narrow_all_gather(
@@ -85,7 +85,7 @@ def _hsdp() -> tuple[list[dict[str, int]], int]:
     setup = Setup(steps=1, replicas=2)
     models = [build(setup) for _ in range(2)]
     handles = [
-        narrow_all_gather(*models[0], treatment="value"),
+        narrow_all_gather(*models[0], compression="delta"),
         narrow_reduce_scatter(*models[1]),
     ]
     for model, optimizer in 2 * models:  # between two steps of each is one of the other
@@ -129,7 +129,7 @@ def _announced() -> tuple[int, dict[str, int]]:
     setup = Setup()
     (model, optimizer), (other, others_optimizer) = build(setup), build(setup)
     counted = count_volume(param_groups(model), optimizer)
-    handle = narrow_all_gather(other, others_optimizer, treatment="value")
+    handle = narrow_all_gather(other, others_optimizer, compression="delta")
     handle.refresh()
     train(replace(setup, steps=1), other, others_optimizer)  # announced before its first gather
     own = handle.ledger.last.sent["all_gather"]
@@ -160,7 +160,7 @@ def _replicated_in_part() -> int:
     mesh = init_device_mesh("cpu", (size,))
     replicated = init_device_mesh("cpu", (size, 1), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(_Both(mesh, replicated), mesh=mesh)
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow_all_gather(model, compression="delta")
     model(torch.ones(2, 8)).sum().backward()
     sent = handle.ledger.current.sent["other"]
     handle.remove()

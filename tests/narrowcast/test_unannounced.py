@@ -27,12 +27,12 @@ def _bits(handle: NarrowedModel, model: nn.Module) -> float:
 
 
 def costs() -> dict[str, float]:
-    """Bits a parameter of one gather of a layer of 262,144, treatment "value"."""
+    """Bits a parameter of one gather of a layer of 262,144, compression "delta"."""
     torch.manual_seed(0)
     model = nn.Linear(SIZE, SIZE, bias=False)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-    handle = narrow_all_gather(model, treatment="value")
+    handle = narrow_all_gather(model, compression="delta")
     weight = local(model.weight).detach()
     generator = torch.Generator().manual_seed(1)
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from narrowcast.attribution import named
+from narrowcast.attribution import CALLER, counted_as
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.telemetry.changes import SHARD_TYPES, Changes, count_changes, shard_type
 from narrowcast.telemetry.ledger import (
@@ -112,7 +112,7 @@ def test_changes_add_up_field_by_field():
 def test_a_step_that_sent_nothing_has_finite_scalars():
     scalars = StepVolume().scalars()
     assert scalars.pop("narrowcast/ratio/all") == 1.0
-    assert scalars.pop("narrowcast/kept_bytes") == 0
+    assert scalars.pop("narrowcast/cache_bytes") == 0
     assert set(scalars) == {
         f"narrowcast/{kind}/{name}" for kind in ("bytes", "plain_bytes") for name in COLLECTIVES
     }
@@ -266,7 +266,7 @@ def _layers_over_ranks() -> StepVolume:
     one, other = TokenVolume(1, 4, 2, 3, 2, 30, 700), TokenVolume(10, 40, 20, 30, 20, 50, 600)
     if dist.get_rank():
         one, other = TokenVolume(2, 8, 1, 5, 4, 20, 900), TokenVolume()
-    volume = StepVolume(tokens={"layers.1": one, "layers.0": other}, kept_bytes=7)
+    volume = StepVolume(tokens={"layers.1": one, "layers.0": other}, cache_bytes=7)
     volume.changes["router"] = Changes(1, 2, 3, 4, 5, 6)
     volume.sent["combine"] = 11 + dist.get_rank()
     volume.gradients.zeros = 3
@@ -281,7 +281,7 @@ def test_over_ranks_tokens_add_up_and_rows_and_bytes_are_the_worst_ranks(ranks):
             "layers.0": TokenVolume(10, 40, 20, 30, 20, rows=50, bytes=600),
         }
         assert volume.changes == {"router": Changes(2, 4, 6, 8, 10, 12)}
-        assert (volume.sent["combine"], volume.kept_bytes) == (12, 7)
+        assert (volume.sent["combine"], volume.cache_bytes) == (12, 7)
         assert volume.gradients.zeros == 6
 
 
@@ -336,23 +336,23 @@ def test_collectives_are_counted_from_start_to_stop_as_in_a_ring():
     ledger = Ledger()
     mine, all_of_it = torch.zeros(6), torch.zeros(24)  # 24 and 96 bytes
 
-    def sent_by(collective) -> int:
+    def counted_as(collective) -> int:
         before = ledger.current.sent["other"]
         collective()
         return ledger.current.sent["other"] - before
 
-    assert sent_by(lambda: dist.all_reduce(all_of_it)) == 0
+    assert counted_as(lambda: dist.all_reduce(all_of_it)) == 0
     ledger.start()
     ledger.start()
-    assert sent_by(lambda: dist.all_reduce(all_of_it)) == 2 * 72
-    assert sent_by(lambda: dist.all_gather_single(all_of_it, mine)) == 72
-    assert sent_by(lambda: dist.reduce_scatter_single(mine, all_of_it)) == 72
-    assert sent_by(lambda: dist.all_to_all_single(all_of_it.clone(), all_of_it)) == 72
-    assert sent_by(lambda: dist.all_reduce(all_of_it, group=dist.new_group([1, 3]))) == 96
+    assert counted_as(lambda: dist.all_reduce(all_of_it)) == 2 * 72
+    assert counted_as(lambda: dist.all_gather_single(all_of_it, mine)) == 72
+    assert counted_as(lambda: dist.reduce_scatter_single(mine, all_of_it)) == 72
+    assert counted_as(lambda: dist.all_to_all_single(all_of_it.clone(), all_of_it)) == 72
+    assert counted_as(lambda: dist.all_reduce(all_of_it, group=dist.new_group([1, 3]))) == 96
     assert ledger.current.sent == ledger.current.plain
     ledger.stop()
     ledger.stop()
-    assert sent_by(lambda: dist.all_reduce(all_of_it)) == 0
+    assert counted_as(lambda: dist.all_reduce(all_of_it)) == 0
 
 
 @pytest.mark.usefixtures("_rank_1_of_4")
@@ -373,8 +373,8 @@ def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
     ledger = Ledger()
     ledger.start()
     try:
-        with named():
-            with named():
+        with counted_as(CALLER):
+            with counted_as(CALLER):
                 dist.all_reduce(torch.zeros(4))
             dist.all_reduce(torch.zeros(4))
             assert not ledger.current.sent
@@ -382,7 +382,7 @@ def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
             thread.start()
             thread.join()
             assert ledger.current.sent == {"other": 24}
-        with pytest.raises(ZeroDivisionError), named():
+        with pytest.raises(ZeroDivisionError), counted_as(CALLER):
             raise ZeroDivisionError
         dist.all_reduce(torch.zeros(4))
         assert ledger.current.sent == {"other": 48}

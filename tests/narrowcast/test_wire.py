@@ -26,7 +26,7 @@ from narrowcast.wire.packet import Encoded, Form, Status
 CODER = Zstd()
 CPU = torch.device("cpu")
 BF16 = LAYOUTS[torch.bfloat16]
-SCHEMES = (Scheme("raw"), Scheme("value"), Scheme("exponent", "blocks", 50), Scheme("value"))
+SCHEMES = (Scheme("none"), Scheme("delta"), Scheme("exponent", "blocks", 50), Scheme("delta"))
 FLIPS = (0x01, 0x80, 0xFF)
 
 
@@ -40,16 +40,16 @@ NEW = [OLD[0], OLD[1] + 1, OLD[2] ^ 0x81, OLD[3]]
 
 
 def encode_runs() -> list[Encoded]:
-    """Four runs: raw, a difference of values, blocks of exponents, and values unchanged."""
+    """Four chunks: raw, a difference of values, blocks of exponents, and values unchanged."""
     return [
-        codec.encode(new, codec.sender_keeps(old, scheme, BF16), scheme, BF16, CODER)
+        codec.encode(new, codec.sender_cache(old, scheme, BF16), scheme, BF16, CODER)
         for new, old, scheme in zip(NEW, OLD, SCHEMES, strict=True)
     ]
 
 
-def pack(runs: list[Encoded] | None = None, settings: int = 7, sequence: int = 3) -> Tensor:
+def pack(chunks: list[Encoded] | None = None, settings: int = 7, sequence: int = 3) -> Tensor:
     return packet.pack(
-        encode_runs() if runs is None else runs,
+        encode_runs() if chunks is None else chunks,
         coder=CODER,
         settings=settings,
         sequence=sequence,
@@ -58,16 +58,18 @@ def pack(runs: list[Encoded] | None = None, settings: int = 7, sequence: int = 3
     )
 
 
-def receive(payload: Tensor, num_runs: int) -> list[Encoded]:
+def receive(payload: Tensor, num_chunks: int) -> list[Encoded]:
     """What a receiver does with what it took for a payload."""
-    size_of_head = packet.head_size(num_runs)
-    head = packet.unpack_head(bytes(payload[:size_of_head].numpy()), num_runs)
-    body = payload[size_of_head : size_of_head + head.body_size]
-    return packet.unpack_body(head, body)
+    size_of_header = packet.header_size(num_chunks)
+    header = packet.unpack_header(bytes(payload[:size_of_header].numpy()), num_chunks)
+    body = payload[size_of_header : size_of_header + header.body_size]
+    return packet.unpack_body(header, body)
 
 
-def head_of(payload: Tensor, num_runs: int) -> packet.Head:
-    return packet.unpack_head(bytes(payload[: packet.head_size(num_runs)].numpy()), num_runs)
+def header_of(payload: Tensor, num_chunks: int) -> packet.Header:
+    return packet.unpack_header(
+        bytes(payload[: packet.header_size(num_chunks)].numpy()), num_chunks
+    )
 
 
 def damaged_bytes(payload: Tensor):
@@ -78,59 +80,63 @@ def damaged_bytes(payload: Tensor):
             yield damaged
 
 
-def with_sound_checksum(head: bytes) -> bytes:
-    return head[:-4] + struct.pack("<I", zlib.crc32(head[:-4]))
+def with_sound_checksum(header: bytes) -> bytes:
+    return header[:-4] + struct.pack("<I", zlib.crc32(header[:-4]))
 
 
 def test_runs_cross_in_a_payload_section_by_section_and_decode():
     sent = encode_runs()
     assert [encoded.form for encoded in sent] == [
         Form.RAW,
-        Form.VALUE_DIFFERENCE,
+        Form.DELTA,
         Form.EXPONENT_BLOCKS,
-        Form.VALUE_DIFFERENCE,
+        Form.DELTA,
     ]
     payload = pack(sent)
-    assert payload.numel() == packet.head_size(4) + sum(encoded.size for encoded in sent)
-    arrived = receive(payload, num_runs=4)
+    assert payload.numel() == packet.header_size(4) + sum(encoded.size for encoded in sent)
+    arrived = receive(payload, num_chunks=4)
     for i, (one, other) in enumerate(zip(arrived, sent, strict=True)):
         assert one.form == other.form
         assert all(torch.equal(*pair) for pair in zip(one.sections, other.sections, strict=True))
-        kept = codec.receiver_keeps(OLD[i], SCHEMES[i], BF16)
+        kept = codec.receiver_cache(OLD[i], SCHEMES[i], BF16)
         bits = codec.decode(one, kept, NEW[i].numel(), SCHEMES[i], BF16, CODER)
         assert torch.equal(bits, NEW[i])
 
 
 def test_a_head_says_what_was_packed():
-    head = head_of(pack(), num_runs=4)
-    runs = tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encode_runs())
-    body_size = sum(size for _, sizes in runs for size in sizes)
+    header = header_of(pack(), num_chunks=4)
+    chunks = tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encode_runs())
+    body_size = sum(size for _, sizes in chunks for size in sizes)
     coder = (CODER.wire_id, CODER.wire_version)
-    body_checksum = packet.checksum(pack()[packet.head_size(4) :])
-    assert head == packet.Head(Status.OK, coder, 7, 3, body_size, body_checksum, 11, runs)
+    body_checksum = packet.checksum(pack()[packet.header_size(4) :])
+    assert header == packet.Header(Status.OK, coder, 7, 3, body_size, body_checksum, 11, chunks)
 
 
 def test_a_head_holds_any_64_bit_digest_and_count():
     payload = packet.pack(
         [], coder=CODER, settings=2**64 - 1, sequence=2**63, shard_checksum=2**64 - 1, device=CPU
     )
-    head = head_of(payload, num_runs=0)
-    assert (head.settings, head.sequence, head.shard_checksum) == (2**64 - 1, 2**63, 2**64 - 1)
+    header = header_of(payload, num_chunks=0)
+    assert (header.settings, header.sequence, header.shard_checksum) == (
+        2**64 - 1,
+        2**63,
+        2**64 - 1,
+    )
 
 
 def test_an_unchanged_value_shard_is_a_head_and_nothing_more():
-    encoded = codec.encode(OLD[1], OLD[1], Scheme("value"), BF16, CODER)
+    encoded = codec.encode(OLD[1], OLD[1], Scheme("delta"), BF16, CODER)
     payload = pack([encoded])
-    assert payload.numel() == packet.head_size(1)
-    assert packet.head_size(1) < 100
-    assert receive(payload, num_runs=1)[0].size == 0
+    assert payload.numel() == packet.header_size(1)
+    assert packet.header_size(1) < 100
+    assert receive(payload, num_chunks=1)[0].size == 0
 
 
 def test_any_damaged_byte_is_a_payload_error():
     payload = pack()
     for damaged in damaged_bytes(payload):
         with pytest.raises(PayloadError):
-            receive(damaged, num_runs=4)
+            receive(damaged, num_chunks=4)
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
@@ -138,24 +144,24 @@ def test_any_damaged_byte_of_a_shard_of_zeros_is_a_payload_error(size):
     payload = pack([packet.encode_raw(torch.zeros(size, dtype=torch.int16))])
     for damaged in damaged_bytes(payload):
         with pytest.raises(PayloadError):
-            receive(damaged, num_runs=1)
+            receive(damaged, num_chunks=1)
 
 
 def test_a_payload_cut_anywhere_is_a_payload_error():
     zeros = packet.encode_raw(torch.zeros(9, dtype=torch.int16))
-    for runs in (encode_runs(), [zeros]):
-        payload = pack(runs)
+    for chunks in (encode_runs(), [zeros]):
+        payload = pack(chunks)
         for length in range(payload.numel()):
             with pytest.raises(PayloadError):
-                receive(payload[:length], len(runs))
+                receive(payload[:length], len(chunks))
 
 
 def test_a_body_with_zeros_added_or_taken_is_a_payload_error():
     payload = pack([packet.encode_raw(torch.zeros(9, dtype=torch.int16))])
-    head, body = head_of(payload, num_runs=1), payload[packet.head_size(1) :]
+    header, body = header_of(payload, num_chunks=1), payload[packet.header_size(1) :]
     for other in (body[:-1], body[:0], torch.cat([body, body[:1]])):
         with pytest.raises(PayloadError):
-            packet.unpack_body(head, other)
+            packet.unpack_body(header, other)
 
 
 def test_noise_and_empty_slots_are_payload_errors():
@@ -163,15 +169,15 @@ def test_noise_and_empty_slots_are_payload_errors():
     noise = torch.randint(0, 256, (500,), generator=generator).to(torch.uint8)
     for payload in (noise, torch.zeros_like(noise), torch.cat([pack()[:5], noise])):
         with pytest.raises(PayloadError):
-            receive(payload, num_runs=4)
+            receive(payload, num_chunks=4)
 
 
-@pytest.mark.parametrize("num_runs", [0, 1, 3, 5, 40])
-def test_a_head_of_another_number_of_runs_is_a_payload_error(num_runs):
+@pytest.mark.parametrize("num_chunks", [0, 1, 3, 5, 40])
+def test_a_head_of_another_number_of_runs_is_a_payload_error(num_chunks):
     with pytest.raises(PayloadError):
-        receive(pack(), num_runs)
+        receive(pack(), num_chunks)
     with pytest.raises(PayloadError):
-        packet.unpack_head(bytes(pack()[: packet.head_size(4)].numpy()), num_runs)
+        packet.unpack_header(bytes(pack()[: packet.header_size(4)].numpy()), num_chunks)
 
 
 def test_another_format_is_named(monkeypatch):
@@ -179,40 +185,42 @@ def test_another_format_is_named(monkeypatch):
         patch.setattr(packet, "VERSION", 9)
         later = pack()
     with pytest.raises(PayloadError, match=f"version 9, this narrowcast reads {packet.VERSION}"):
-        receive(later, num_runs=4)
+        receive(later, num_chunks=4)
     other = pack()
     other[0] = ord("X")
     with pytest.raises(PayloadError, match="XCAG"):
-        receive(other, num_runs=4)
+        receive(other, num_chunks=4)
 
 
 @pytest.mark.parametrize("status_or_form", [Status, Form])
 def test_a_number_that_this_release_does_not_know_is_an_error(status_or_form):
-    """Only a peer of another release can send one, for the checksum of the head is sound."""
-    head = bytearray(pack()[: packet.head_size(4)].numpy())
-    offset = 5 if status_or_form is Status else packet.head_size(0) - 4
-    head[offset] = 99
+    """Only a peer of another release can send one, for the checksum of the header is sound."""
+    header = bytearray(pack()[: packet.header_size(4)].numpy())
+    offset = 5 if status_or_form is Status else packet.header_size(0) - 4
+    header[offset] = 99
     with pytest.raises((PayloadError, ValueError)):
-        packet.unpack_head(with_sound_checksum(bytes(head)), 4)
+        packet.unpack_header(with_sound_checksum(bytes(header)), 4)
 
 
 def test_a_failed_rank_sends_what_went_wrong():
     payload = packet.pack_failure(
-        OSError("не читается"), num_runs=4, settings=7, sequence=3, device=CPU
+        OSError("не читается"), num_chunks=4, settings=7, sequence=3, device=CPU
     )
-    assert head_of(payload, num_runs=4).status == Status.FAILED
+    assert header_of(payload, num_chunks=4).status == Status.FAILED
     with pytest.raises(SenderError, match="OSError: не читается"):
-        receive(payload, num_runs=4)
+        receive(payload, num_chunks=4)
     for damaged in damaged_bytes(payload):
         with pytest.raises(PayloadError):
-            receive(damaged, num_runs=4)
+            receive(damaged, num_chunks=4)
 
 
 @pytest.mark.parametrize("message", ["a lone surrogate: \udcff", "long " * 10_000])
 def test_any_message_of_a_failed_rank_arrives(message):
-    payload = packet.pack_failure(OSError(message), num_runs=2, settings=7, sequence=3, device=CPU)
+    payload = packet.pack_failure(
+        OSError(message), num_chunks=2, settings=7, sequence=3, device=CPU
+    )
     with pytest.raises(SenderError):
-        receive(payload, num_runs=2)
+        receive(payload, num_chunks=2)
 
 
 def receive_alone(payload: Tensor) -> list[Encoded]:
@@ -220,19 +228,19 @@ def receive_alone(payload: Tensor) -> list[Encoded]:
     return packet.unpack_body(*packet.unpack(payload))
 
 
-@pytest.mark.parametrize("num_runs", [0, 1, 4, 40])
-def test_a_payload_says_itself_how_many_runs_it_has(num_runs):
-    sent = (encode_runs() * 10)[:num_runs]
-    head, body = packet.unpack(pack(sent))
-    assert head == head_of(pack(sent), num_runs)
-    assert body.numel() == head.body_size == sum(encoded.size for encoded in sent)
+@pytest.mark.parametrize("num_chunks", [0, 1, 4, 40])
+def test_a_payload_says_itself_how_many_runs_it_has(num_chunks):
+    sent = (encode_runs() * 10)[:num_chunks]
+    header, body = packet.unpack(pack(sent))
+    assert header == header_of(pack(sent), num_chunks)
+    assert body.numel() == header.body_size == sum(encoded.size for encoded in sent)
     for one, other in zip(receive_alone(pack(sent)), sent, strict=True):
         assert one.form == other.form
         assert all(torch.equal(*pair) for pair in zip(one.sections, other.sections, strict=True))
 
 
 def test_any_damaged_byte_of_a_payload_for_one_rank_is_a_payload_error():
-    failed = packet.pack_failure(OSError("no"), num_runs=2, settings=7, sequence=0, device=CPU)
+    failed = packet.pack_failure(OSError("no"), num_chunks=2, settings=7, sequence=0, device=CPU)
     with pytest.raises(SenderError, match="OSError: no"):
         receive_alone(failed)
     for payload in (pack(), pack([]), failed):
@@ -254,30 +262,30 @@ def test_a_payload_for_one_rank_that_is_cut_or_continued_is_a_payload_error():
 def test_blame_falls_on_what_an_error_is_about():
     with (
         pytest.raises(PayloadError, match=r"^the payload does not decode: too short$"),
-        errors.blamed("the payload"),
+        errors.error_context("the payload"),
     ):
         raise ValueError("too short")
     with (
         pytest.raises(SettingsError, match=r"^the payload is of another coder$"),
-        errors.blamed("the payload"),
+        errors.error_context("the payload"),
     ):
         raise SettingsError("is of another coder")
     with (
         pytest.raises(NarrowcastError, match=r"^the payload: MemoryError: 9 bytes$"),
-        errors.blamed("the payload"),
+        errors.error_context("the payload"),
     ):
         raise MemoryError("9 bytes")
 
 
 def test_ranks_that_agree_pass():
-    head = head_of(pack(), num_runs=4)
-    failed = head_of(
-        packet.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=3, device=CPU),
-        num_runs=4,
+    header = header_of(pack(), num_chunks=4)
+    failed = header_of(
+        packet.pack_failure(OSError("no"), num_chunks=4, settings=7, sequence=3, device=CPU),
+        num_chunks=4,
     )
-    packet.check_agreement({0: head})
-    packet.check_agreement({4: head, 6: replace(head, body_size=1, body_checksum=2, runs=())})
-    packet.check_agreement({0: head, 1: failed})  # its message is what is raised
+    packet.check_agreement({0: header})
+    packet.check_agreement({4: header, 6: replace(header, body_size=1, body_checksum=2, chunks=())})
+    packet.check_agreement({0: header, 1: failed})  # its message is what is raised
     packet.check_agreement({0: failed, 1: failed})
 
 
@@ -292,19 +300,19 @@ def test_ranks_that_agree_pass():
     ],
 )
 def test_ranks_that_disagree_all_come_to_the_same_named_error(change, error, said):
-    head = head_of(pack(), num_runs=4)
-    other = replace(head, **change)
+    header = header_of(pack(), num_chunks=4)
+    other = replace(header, **change)
     with pytest.raises(error, match=said) as raised:
-        packet.check_agreement({4: head, 6: other})
+        packet.check_agreement({4: header, 6: other})
     assert isinstance(raised.value, NarrowcastError)
     with pytest.raises(error, match="ranks"):
-        packet.check_agreement({0: other, 1: head, 2: head})
+        packet.check_agreement({0: other, 1: header, 2: header})
 
 
 def test_a_failed_rank_out_of_step_is_out_of_step():
-    failed = packet.pack_failure(OSError("no"), num_runs=4, settings=7, sequence=0, device=CPU)
+    failed = packet.pack_failure(OSError("no"), num_chunks=4, settings=7, sequence=0, device=CPU)
     with pytest.raises(OutOfStepError):
-        packet.check_agreement({0: head_of(pack(), 4), 1: head_of(failed, 4)})
+        packet.check_agreement({0: header_of(pack(), 4), 1: header_of(failed, 4)})
 
 
 CHECKSUMS = pytest.mark.parametrize("checksum", [packet.checksum, packet.word_checksum])

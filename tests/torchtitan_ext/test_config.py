@@ -65,19 +65,22 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
     ("given", "message"),
     [
         (
-            {"treatment": "exponents"},
-            "narrowcast.all_gather.treatment = 'exponents': "
-            'must be "auto" or "observe" or "value" or "exponent" or "coded" or "raw"',
+            {"compression": "exponents"},
+            "narrowcast.all_gather.compression = 'exponents': "
+            'must be "auto" or "observe" or "delta" or "exponent" or "entropy" or "none"',
         ),
         (
-            {"exponent_exchange": "block"},
-            'narrowcast.all_gather.exponent_exchange = \'block\': must be "difference" or "blocks"',
+            {"exponent_coding": "block"},
+            'narrowcast.all_gather.exponent_coding = \'block\': must be "delta" or "blocks"',
         ),
         (
             {"block_check": "crc"},
             'narrowcast.all_gather.block_check = \'crc\': must be "compare" or "hash"',
         ),
-        ({"coder": "lz4"}, 'narrowcast.all_gather.coder = \'lz4\': must be "auto" or "zstd"'),
+        (
+            {"entropy_coder": "lz4"},
+            'narrowcast.all_gather.entropy_coder = \'lz4\': must be "auto" or "zstd"',
+        ),
         (
             {"block_size": 0},
             "narrowcast.all_gather.block_size = 0: must be an integer from 1 to 262144",
@@ -103,9 +106,9 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
             "narrowcast.all_gather.reselect_interval = -1: must be an integer of at least 0",
         ),
         (
-            {"treatment": "value", "cache_budget_gib": 1.0},
-            "narrowcast.all_gather.cache_budget_gib = 1.0: works with treatment = "
-            '"auto" or "observe", not "value"',
+            {"compression": "delta", "cache_budget_gib": 1.0},
+            "narrowcast.all_gather.cache_budget_gib = 1.0: works with compression = "
+            '"auto" or "observe", not "delta"',
         ),
         ({"enable": "yes"}, "narrowcast.all_gather.enable = 'yes': must be true or false"),
     ],
@@ -119,10 +122,10 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(given, message)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"treatment": "x"}, 'treatment = \'x\': must be "coded" or "raw"'),
-        ({"treatment": "value"}, 'treatment = \'value\': must be "coded" or "raw"'),
-        ({"treatment": 1}, 'treatment = 1: must be "coded" or "raw"'),
-        ({"coder": "lz4"}, 'coder = \'lz4\': must be "auto" or "zstd"'),
+        ({"compression": "x"}, 'compression = \'x\': must be "entropy" or "none"'),
+        ({"compression": "delta"}, 'compression = \'value\': must be "entropy" or "none"'),
+        ({"compression": 1}, 'compression = 1: must be "entropy" or "none"'),
+        ({"entropy_coder": "lz4"}, 'entropy_coder = \'lz4\': must be "auto" or "zstd"'),
         ({"enable": "yes"}, "enable = 'yes': must be true or false"),
     ],
 )
@@ -330,11 +333,11 @@ def parse(*flags: str) -> Trainer.Config:
 
 def test_flags_override_our_sections_and_torchtitans():
     config = parse(
-        "--narrowcast.all_gather.treatment=exponent",
+        "--narrowcast.all_gather.compression=exponent",
         "--narrowcast.all_gather.enable",
         "--narrowcast.all_gather.parameters=*.experts.*,*.wq.*",
         "--narrowcast.reduce_scatter.enable",
-        "--narrowcast.reduce_scatter.treatment=raw",
+        "--narrowcast.reduce_scatter.compression=raw",
         "--narrowcast.routing_trace.enable",
         "--narrowcast.routing_trace.num_steps=2",
         "--narrowcast.placement.after_steps=8",
@@ -344,10 +347,10 @@ def test_flags_override_our_sections_and_torchtitans():
         "--narrowcast.volume.no-enable",
         "--training.steps=3",
     )
-    assert config.narrowcast.all_gather.treatment == "exponent"
+    assert config.narrowcast.all_gather.compression == "exponent"
     assert config.narrowcast.all_gather.enable
     assert config.narrowcast.all_gather.parameters == ["*.experts.*", "*.wq.*"]
-    assert config.narrowcast.reduce_scatter == ReduceScatterConfig(enable=True, treatment="raw")
+    assert config.narrowcast.reduce_scatter == ReduceScatterConfig(enable=True, compression="none")
     assert config.narrowcast.routing_trace == RoutingTraceConfig(enable=True, num_steps=2)
     assert config.narrowcast.placement == PlacementConfig(after_steps=8, max_load=1.1)
     assert config.narrowcast.dispatch == DispatchConfig(deduplicate=True, nodes=2)
@@ -359,16 +362,16 @@ def test_flags_override_our_sections_and_torchtitans():
 
 def test_a_wrong_flag_of_ours_ends_with_the_allowed_values(capsys):
     with pytest.raises(SystemExit):
-        parse("--narrowcast.all_gather.treatment=exponents")
+        parse("--narrowcast.all_gather.compression=exponents")
     shown = capsys.readouterr().err
-    assert all(f"'{name}'" in shown for name in ("value", "exponent", "coded", "raw"))
+    assert all(f"'{name}'" in shown for name in ("delta", "exponent", "entropy", "none"))
     with pytest.raises(SystemExit):
         parse("--narrowcast.all_gather.block_size=0")
     assert "must be an integer from 1 to 262144" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(SystemExit):
-        parse("--narrowcast.reduce_scatter.treatment=value")
+        parse("--narrowcast.reduce_scatter.compression=value")
     shown = capsys.readouterr().err
-    assert all(f"'{name}'" in shown for name in ("coded", "raw"))
+    assert all(f"'{name}'" in shown for name in ("entropy", "none"))
 
 
 def test_help_describes_our_keys_and_still_torchtitans(capsys):
@@ -376,7 +379,7 @@ def test_help_describes_our_keys_and_still_torchtitans(capsys):
         parse("--help")
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "Gather FSDP parameters through narrowcast's lossless coding" in shown
-    assert "Values per block of exponent_exchange" in shown
+    assert "Values per block of exponent_coding" in shown
     assert "Every contribution arrives to the last bit" in shown
     assert "How many train steps to run" in shown
     assert "How often to log metrics to TensorBoard" in shown
@@ -398,7 +401,7 @@ def test_the_reference_page_shows_the_sections_as_they_are():
 
 
 def test_the_largest_block_is_the_librarys_largest_run():
-    from narrowcast.config import MAX_RUN_VALUES
+    from narrowcast.config import MAX_CHUNK_VALUES
     from torchtitan_ext.config import MAX_BLOCK_SIZE
 
-    assert MAX_BLOCK_SIZE == MAX_RUN_VALUES
+    assert MAX_BLOCK_SIZE == MAX_CHUNK_VALUES

@@ -36,7 +36,7 @@ def make_run(
     gather_bytes: Callable[[int], float] = lambda step: 900.0,
     bits: Mapping[str, float] = {"first_gather": 4.0},
     parameters: Mapping[str, Tensor] = PARAMETERS,
-    kept_bytes: float | None = None,
+    cache_bytes: float | None = None,
     zeros: float | None = None,
 ) -> Path:
     """A folder as the job leaves it."""
@@ -55,8 +55,8 @@ def make_run(
                 "narrowcast/bytes/all_gather": gather_bytes(step),
                 **{f"narrowcast/bits_per_parameter/{name}": b for name, b in bits.items()},
             }
-            if kept_bytes is not None:
-                scalars["narrowcast/kept_bytes"] = kept_bytes
+            if cache_bytes is not None:
+                scalars["narrowcast/cache_bytes"] = cache_bytes
             if zeros is not None:
                 scalars["narrowcast/zero_gradients"] = zeros if step > 13 else 0.9
             for tag, value in scalars.items():
@@ -66,15 +66,15 @@ def make_run(
     return folder
 
 
-def job(treatment: str = "value") -> Job:
-    return next(j for j in demo.plan(STEPS, [treatment], [1e-4]) if j.treatment == treatment)
+def job(compression: str = "delta") -> Job:
+    return next(j for j in demo.plan(STEPS, [compression], [1e-4]) if j.compression == compression)
 
 
 def summary_of(
-    folder: Path, plain: Path, reference: Path | None = None, treatment: str = "value"
+    folder: Path, plain: Path, reference: Path | None = None, compression: str = "delta"
 ) -> RunSummary:
     folders = (folder, plain, reference or plain)
-    return compare(job(treatment), *(runs.read_run(f, STEPS) for f in folders), world_size=4)
+    return compare(job(compression), *(runs.read_run(f, STEPS) for f in folders), world_size=4)
 
 
 def as_float32(value: float) -> float:
@@ -116,7 +116,7 @@ def test_bits_and_bytes_are_medians_of_the_last_20_steps(tmp_path: Path, plain: 
 
 
 def test_a_plain_run_is_told_in_the_same_figures(plain: Path) -> None:
-    summary = summary_of(plain, plain, treatment="plain")
+    summary = summary_of(plain, plain, compression="plain")
     assert summary.bits_per_parameter["whole_step"] == 64
     assert summary.zero_gradients is None
     assert summary.equal_to is None
@@ -130,10 +130,10 @@ def test_gradients_and_the_zeros_among_them_are_told(tmp_path: Path, plain: Path
 
 
 def test_equal_runs_differ_by_nothing(tmp_path: Path, plain: Path) -> None:
-    summary = summary_of(make_run(tmp_path / "run", kept_bytes=77.0), plain)
+    summary = summary_of(make_run(tmp_path / "run", cache_bytes=77.0), plain)
     assert summary.as_it_must_be
     assert summary.losses == summary.plain_losses
-    assert summary.kept_bytes == 77
+    assert summary.cache_bytes == 77
     assert summary.peak_memory_gib == as_float32(STEPS / 100)
 
 
@@ -152,8 +152,8 @@ def test_a_loss_that_is_no_number_is_told(tmp_path: Path, plain: Path) -> None:
 
 def test_a_run_is_compared_with_the_one_that_it_must_equal(tmp_path: Path, plain: Path) -> None:
     other_order = {"losses": [4 - 0.1 * i for i in range(STEPS)]}
-    raw = make_run(tmp_path / "raw", **other_order)
-    coded = make_run(tmp_path / "coded", **other_order)
+    raw = make_run(tmp_path / "none", **other_order)
+    coded = make_run(tmp_path / "entropy", **other_order)
     assert summary_of(coded, plain, raw, "value_gradients").as_it_must_be
     assert not summary_of(coded, plain, plain, "value_gradients").as_it_must_be
     assert not summary_of(plain, plain, raw, "value_gradients").as_it_must_be
@@ -161,13 +161,13 @@ def test_a_run_is_compared_with_the_one_that_it_must_equal(tmp_path: Path, plain
 
 def test_another_order_of_sums_is_told_and_is_no_failure(tmp_path: Path, plain: Path) -> None:
     run = make_run(tmp_path / "run", losses=[5.5 - 0.1 * i for i in range(STEPS)])
-    summary = summary_of(run, plain, treatment="raw_gradients")
+    summary = summary_of(run, plain, compression="raw_gradients")
     assert summary.max_loss_difference == pytest.approx(0.5, abs=1e-6)
     assert summary.as_it_must_be
 
 
 @pytest.mark.parametrize(
-    ("value", "plain_value"),
+    ("delta", "plain_value"),
     [(1.0, 1.0 + 2**-23), (-0.0, 0.0), (float("nan"), 1.0), (float("inf"), -float("inf"))],
 )
 def test_a_parameter_that_differs_in_any_bit_is_told(value: float, plain_value: float) -> None:
@@ -201,7 +201,7 @@ def test_event_files_of_two_runs_are_never_mixed(plain: Path) -> None:
 
 
 def test_a_run_follows_those_that_it_is_compared_with() -> None:
-    jobs = demo.plan(60, list(demo.TREATMENTS), [1e-4, 1e-5])
+    jobs = demo.plan(60, list(demo.COMPRESSIONS), [1e-4, 1e-5])
     names = [j.name for j in jobs]
     assert len(names) == len(set(names))
     assert names[0] == "lr1e-4-plain"
@@ -213,7 +213,7 @@ def test_a_run_follows_those_that_it_is_compared_with() -> None:
 
 
 def test_only_what_sums_in_another_order_than_plain_need_not_equal_it() -> None:
-    equal_to = {j.treatment: j.equal_to for j in demo.plan(60, list(demo.TREATMENTS), [1e-4])}
+    equal_to = {j.compression: j.equal_to for j in demo.plan(60, list(demo.COMPRESSIONS), [1e-4])}
     assert equal_to.pop("plain") is None
     assert equal_to.pop("raw_gradients") is None
     assert equal_to.pop("value_gradients") == "lr1e-4-raw_gradients"
@@ -254,8 +254,8 @@ def test_the_demo_writes_a_summary(
     assert demo.main() == 0
     summary = json.loads((quick / "summary.json").read_text())
     assert (summary["world_size"], summary["parameters"]) == (4, 1200)
-    treatments = [run["treatment"] for run in summary["runs"]]
-    assert treatments == ["plain", "value", "raw_gradients", "value_gradients"]
+    compressions = [run["compression"] for run in summary["runs"]]
+    assert compressions == ["plain", "delta", "raw_gradients", "value_gradients"]
     assert summary["runs"][1]["plain_losses"] == summary["runs"][0]["losses"]
     for run in summary["runs"]:
         assert run["max_loss_difference"] == run["max_parameter_difference"] == 0
@@ -295,34 +295,34 @@ def test_the_tables_show_a_run_a_line_and_fit_a_wide_terminal(
     trained["lr1e-4-value_gradients"] = {"bits": bits, "zeros": 0.125}
     trained["lr1e-4-raw_gradients"] = {"losses": [5.0] * STEPS}
     trained["lr1e-4-value_gradients"] |= trained["lr1e-4-raw_gradients"]
-    treatments = list(demo.TREATMENTS)
+    compressions = list(demo.COMPRESSIONS)
     shown = tables(
         demo.run_demo(
-            steps=STEPS, treatments=treatments, learning_rates=[1e-4], output=tmp_path / "demo"
+            steps=STEPS, compressions=compressions, learning_rates=[1e-4], output=tmp_path / "demo"
         )
     )
     assert max(map(len, shown.splitlines())) <= 150
-    for treatment in demo.TREATMENTS.values():
-        assert sum(treatment.label in line.split("  ") for line in shown.splitlines()) == 2
+    for compression in demo.COMPRESSIONS.values():
+        assert sum(compression.label in line.split("  ") for line in shown.splitlines()) == 2
     (wire,) = (line for line in shown.splitlines() if "9.87" in line)
     assert "12.5%" in wire
     (raw,) = (line for line in shown.splitlines() if "none: other order of sums" in line)
-    assert demo.TREATMENTS["raw_gradients"].label in raw
+    assert demo.COMPRESSIONS["raw_gradients"].label in raw
 
 
 def test_a_second_demo_leaves_nothing_of_the_first(trained: dict, tmp_path: Path) -> None:
     arguments = {"steps": STEPS, "output": tmp_path, "learning_rates": [1e-4]}
-    demo.run_demo(treatments=["value", "coded"], **arguments)
+    demo.run_demo(compressions=["delta", "entropy"], **arguments)
     (tmp_path / "mine").mkdir()
-    demo.run_demo(treatments=["value"], **arguments)
+    demo.run_demo(compressions=["delta"], **arguments)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"lr1e-4-plain", "lr1e-4-value", "summary.json", "mine"}
 
 
-def test_an_unknown_treatment_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_an_unknown_compression_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "summary.json").touch()
     with pytest.raises(ValueError, match=r"\['values'\] are unknown: there are plain, .*value"):
-        demo.run_demo(treatments=["values"], output=tmp_path)
+        demo.run_demo(compressions=["values"], output=tmp_path)
     assert (tmp_path / "summary.json").exists()
 
 

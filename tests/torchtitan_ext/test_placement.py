@@ -26,7 +26,7 @@ ACCUMULATED = ("--training.global_batch_size", "4")
 UNCLIPPED = ("--training.max_norm", "1e9")
 ENOUGH = ("--training.local_batch_size", "16")  # for a plan of one step
 NARROWED = (
-    *("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value"),
+    *("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta"),
     "--narrowcast.reduce_scatter.enable",
 )
 LAYERS = {

@@ -293,17 +293,17 @@ def test_of_each_collective_the_rank_counts_that_waits_least() -> None:
 PLAIN_SECONDS = 1.0
 
 
-def _chosen(*treatments: str, cache_bytes: int = 0) -> tuple[list[Group], Choice]:
-    """A group of shards with these treatments; of none, a group that stays plain."""
+def _chosen(*compressions: str, cache_bytes: int = 0) -> tuple[list[Group], Choice]:
+    """A group of shards with these compressions; of none, a group that stays plain."""
     options = {
-        "raw": Option(link=1.0),
-        "coded": Option(link=0.7, bits=11.0),
-        "value": Option(link=0.1, bits=3.0),
+        "none": Option(link=1.0),
+        "entropy": Option(link=0.7, bits=11.0),
+        "delta": Option(link=0.1, bits=3.0),
     }
-    shards = [Shard(f"w{i}", "other", 100, 0.5, options) for i in range(max(len(treatments), 1))]
-    names = {shard.name: t for shard, t in zip(shards, treatments, strict=False)}
+    shards = [Shard(f"w{i}", "other", 100, 0.5, options) for i in range(max(len(compressions), 1))]
+    names = {shard.name: t for shard, t in zip(shards, compressions, strict=False)}
     choice = Choice(
-        treatments={"layer": names} if names else {},
+        compressions={"layer": names} if names else {},
         plain_seconds=PLAIN_SECONDS,
         seconds=0.25 if names else PLAIN_SECONDS,
         cache_bytes=cache_bytes,
@@ -324,12 +324,12 @@ def _reductions(coded: float) -> list[Reduction]:
     [
         (_chosen(), [], {"all_gather": {"enable": False}}),
         (
-            _chosen("value", "value", cache_bytes=1 << 20),
+            _chosen("delta", "delta", cache_bytes=1 << 20),
             _reductions(0.5),
             {
                 "all_gather": {
                     "enable": True,
-                    "treatment": "auto",
+                    "compression": "auto",
                     "cache_budget_gib": 0.1,
                     "reselect_interval": 50,
                     "block_size": 256,
@@ -338,12 +338,12 @@ def _reductions(coded: float) -> list[Reduction]:
             },
         ),
         (
-            _chosen("value", "coded", cache_bytes=(3 << 30) // 2),
+            _chosen("delta", "entropy", cache_bytes=(3 << 30) // 2),
             _reductions(0.97),
             {
                 "all_gather": {
                     "enable": True,
-                    "treatment": "auto",
+                    "compression": "auto",
                     "cache_budget_gib": 1.5,
                     "reselect_interval": 50,
                     "block_size": 256,
@@ -352,12 +352,12 @@ def _reductions(coded: float) -> list[Reduction]:
             },
         ),
         (
-            _chosen("value", "coded", cache_bytes=(3 << 30) // 2 + 1),
+            _chosen("delta", "entropy", cache_bytes=(3 << 30) // 2 + 1),
             [],
             {
                 "all_gather": {
                     "enable": True,
-                    "treatment": "auto",
+                    "compression": "auto",
                     "cache_budget_gib": 1.55,  # not above what was granted
                     "reselect_interval": 50,
                     "block_size": 256,
@@ -365,7 +365,7 @@ def _reductions(coded: float) -> list[Reduction]:
             },
         ),
     ],
-    ids=["nothing pays", "one treatment", "several", "budget"],
+    ids=["nothing pays", "one compression", "several", "budget"],
 )
 def test_the_recommended_lines_are_of_a_valid_job(
     chosen, reductions, expected, folder: Path
@@ -381,14 +381,14 @@ def test_the_recommended_lines_are_of_a_valid_job(
     assert tomllib.loads(recommended["toml"]) == {"narrowcast": expected}
     toml = write_toml(folder, folder / "corpus", folder / "recommended")
     toml.write_text(f"{toml.read_text()}\n{recommended['toml']}")
-    assert load_config(toml).narrowcast.all_gather.enable == bool(choice.treatments)
+    assert load_config(toml).narrowcast.all_gather.enable == bool(choice.compressions)
     saves = recommended["expected"]
-    assert saves["saved_share_of_step"] == pytest.approx(0.25 if choice.treatments else 0)
-    if expected["all_gather"].get("cache_budget_gib") == 0.1:  # all shards get "value"
+    assert saves["saved_share_of_step"] == pytest.approx(0.25 if choice.compressions else 0)
+    if expected["all_gather"].get("cache_budget_gib") == 0.1:  # all shards get "delta"
         assert saves["bits_per_parameter_first_gather"] == {"plain": 16, "chosen": 3}
         assert "750.0 ms less, where a step takes 3,000.0 ms (25%)" in recommended["text"]
-    if not choice.treatments:
-        assert "no treatment of any shard pays" in recommended["text"]
+    if not choice.compressions:
+        assert "no compression of any shard pays" in recommended["text"]
 
 
 def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(
@@ -405,7 +405,7 @@ def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(
     assert (longer.training.steps, longer.lr_scheduler.total_steps) == (100, 100)
     assert observed.dump_folder == str(folder / "whole" / "profile")
     gathers = observed.narrowcast.all_gather
-    assert (gathers.treatment, gathers.block_size) == ("observe", 128)
+    assert (gathers.compression, gathers.block_size) == ("observe", 128)
     assert (gathers.warmup_steps, gathers.reselect_interval) == (30, 40)
     assert not observed.narrowcast.reduce_scatter.enable
     # Steps that come after the profile's are no error of it.

@@ -30,7 +30,11 @@ from torchtitan_ext.private import moe_layers, on_dispatch
 # A plan of one step takes 1,024 tokens.
 JOB = (*EP2, *SAVE, FULL, *UNCLIPPED, "--training.local_batch_size", "16")
 SECTIONS = {
-    "all_gather": ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value"),
+    "all_gather": (
+        "--narrowcast.all_gather.enable",
+        "--narrowcast.all_gather.compression",
+        "delta",
+    ),
     "reduce_scatter": ("--narrowcast.reduce_scatter.enable",),
     # Steps 2 and 3, of which the second one comes after the checkpoint.
     "routing_trace": (

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from narrowcast import all_gather
-from narrowcast.autotune.sampling import Observer
+from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.solver import Choice, Group, Option, Shard
 from tests.torchtitan_ext.tiny import write_toml
 from torchtitan_ext.benchmarks import link, selection
@@ -24,9 +24,9 @@ def _run(toml: str) -> tuple[dict[str, dict[str, Any]], int]:
     cpu.apply()
     with (
         patch("torchtitan.trainer.time.sleep"),
-        patch.object(all_gather, "Observer", partial(Observer, share=math.inf)),
+        patch.object(all_gather, "Sampler", partial(Sampler, share=math.inf)),
         patch.object(link.sys, "argv", ["it"]),
-        patch.multiple(selection, FIXED=("value",), STEPS=1, _AUTO_WARM_UP=3, _COLD=1),
+        patch.multiple(selection, FIXED=("delta",), STEPS=1, _AUTO_WARM_UP=3, _COLD=1),
     ):
         return run(["--job.config_file", toml])
 
@@ -34,7 +34,7 @@ def _run(toml: str) -> tuple[dict[str, dict[str, Any]], int]:
 def test_every_variant_is_measured_and_predicted(ranks, folder: Path) -> None:
     toml = write_toml(folder, folder / "corpus", folder / "selection_benchmark")
     rows, largest = ranks(2).run(_run, str(toml))[0]
-    assert list(rows) == [PLAIN, "value", AUTO]
+    assert list(rows) == [PLAIN, "delta", AUTO]
     assert largest > 10_000
     for row in rows.values():
         assert 0 < row["gathers"] < row["step"]
@@ -44,13 +44,13 @@ def test_every_variant_is_measured_and_predicted(ranks, folder: Path) -> None:
 
 def test_predictions_are_those_of_the_controllers_choice() -> None:
     raw, value = Option(link=4.0), Option(link=0.5, encoding=0.25, decoding=0.25, switching=9.0)
-    coded = Shard("a", "other", 8, 3.0, {"raw": raw, "value": value})
-    whole_numbers = Shard("b", "other", 8, 1.0, {"raw": raw})
+    coded = Shard("a", "other", 8, 3.0, {"none": raw, "delta": value})
+    whole_numbers = Shard("b", "other", 8, 1.0, {"none": raw})
     group = Group("g", (coded, whole_numbers), plain_latency=1.0, overhead=2.0)
     choice = Choice({}, 5.0, 4.5, 0, None, {}, 5.0, 0)
-    with patch.object(selection, "FIXED", ("raw", "value")):
+    with patch.object(selection, "FIXED", ("none", "delta")):
         predicted = predicted_gathers([group], choice)
-    assert predicted == {PLAIN: 5.0, AUTO: 4.5, "raw": 10.0, "value": 7.0}
+    assert predicted == {PLAIN: 5.0, AUTO: 4.5, "none": 10.0, "delta": 7.0}
 
 
 def test_a_step_is_predicted_as_plains_less_what_gathers_save() -> None:

@@ -104,11 +104,11 @@ def test_keys_of_torchtitan_and_ours_are_set_and_the_others_keep_the_bases_value
         components = ["model"]
         [narrowcast.all_gather]
         enable = true
-        treatment = "exponent"
+        compression = "exponent"
         parameters = ["*.experts.*"]
         [narrowcast.reduce_scatter]
         enable = true
-        treatment = "raw"
+        compression = "none"
         [narrowcast.volume]
         enable = false
         """
@@ -119,10 +119,10 @@ def test_keys_of_torchtitan_and_ours_are_set_and_the_others_keep_the_bases_value
     assert config.training.seq_len == qwen3_moe_debug().training.seq_len
     assert config.parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
     assert config.compile.components == ["model"]
-    assert config.narrowcast.all_gather.treatment == "exponent"
+    assert config.narrowcast.all_gather.compression == "exponent"
     assert config.narrowcast.all_gather.parameters == ["*.experts.*"]
     assert config.narrowcast.reduce_scatter.enable
-    assert config.narrowcast.reduce_scatter.treatment == "raw"
+    assert config.narrowcast.reduce_scatter.compression == "none"
     assert config.narrowcast.reduce_scatter.coder == "auto"
     assert not config.narrowcast.volume.enable
 
@@ -287,9 +287,9 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         ),
         ("[trainin]\nsteps = 60", "trainin = {steps = 60}: unknown key; did you mean"),
         (
-            '[narrowcast.all_gather]\ntreatment = "exponents"',
-            'narrowcast.all_gather.treatment = "exponents": '
-            'must be "auto" or "observe" or "value" or "exponent" or "coded" or "raw"',
+            '[narrowcast.all_gather]\ncompression = "exponents"',
+            'narrowcast.all_gather.compression = "exponents": '
+            'must be "auto" or "observe" or "delta" or "exponent" or "entropy" or "none"',
         ),
         (
             "[narrowcast.all_gather]\nblock_size = 0",
@@ -302,8 +302,8 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
             "placement, dispatch, volume)",
         ),
         (
-            '[narrowcast.reduce_scatter]\ntreatment = "x"',
-            'narrowcast.reduce_scatter.treatment = "x": must be "coded" or "raw"',
+            '[narrowcast.reduce_scatter]\ncompression = "x"',
+            'narrowcast.reduce_scatter.compression = "x": must be "entropy" or "none"',
         ),
         (
             "[narrowcast.reduce_scatter]\nenable = 1",
@@ -530,10 +530,10 @@ def test_flags_override_the_files_narrowcast_sections_and_activation_checkpointi
     file = write(
         '[activation_checkpoint]\ntype = "full"\n[narrowcast.all_gather]\nblock_size = 8\n'
     )
-    command_line(*FROM_TOML, "--job.config_file", file, "--narrowcast.all_gather.treatment=coded")
+    command_line(*FROM_TOML, "--job.config_file", file, "--narrowcast.all_gather.compression=coded")
     config = ConfigManager().parse_args()
     assert type(config.activation_checkpoint) is FullAC.Config
-    assert config.narrowcast.all_gather.treatment == "coded"
+    assert config.narrowcast.all_gather.compression == "entropy"
     assert config.narrowcast.all_gather.block_size == 8
     command_line(*FROM_TOML, "--job.config_file", file, "activation-checkpoint:none")
     assert ConfigManager().parse_args().activation_checkpoint is None
@@ -577,7 +577,7 @@ def test_the_printed_config_is_a_file_for_the_same_job(command_line, write, caps
         [narrowcast.all_gather]
         enable = true
         [narrowcast.reduce_scatter]
-        treatment = "raw"
+        compression = "none"
         """
     )
     command_line("--job.config_file", write(text, DEEPSEEK), "--print-config", "--training.steps=7")
@@ -593,7 +593,7 @@ def test_the_printed_config_is_a_file_for_the_same_job(command_line, write, caps
     assert config.model_spec.model.layers[5].moe.router.top_k == 2
     assert config.narrowcast.all_gather.enable
     assert not config.narrowcast.reduce_scatter.enable
-    assert config.narrowcast.reduce_scatter.treatment == "raw"
+    assert config.narrowcast.reduce_scatter.compression == "none"
 
 
 def test_only_the_first_rank_prints(command_line, write, capsys, monkeypatch):
@@ -634,7 +634,7 @@ def test_every_toml_example_of_the_reference_page_loads(load):
 
 
 @pytest.mark.parametrize(
-    ("value", "written"),
+    ("delta", "written"),
     [
         (True, "true"),
         (None, '"None"'),

@@ -21,9 +21,9 @@ from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
 from tests.wide import wide_but
 from torchtitan_ext.metrics import console_line, layout
 
-ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.treatment", "value")
+ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta")
 GRADIENTS = "--narrowcast.reduce_scatter.enable"
-RAW_GRADIENTS = (GRADIENTS, "--narrowcast.reduce_scatter.treatment", "raw")
+RAW_GRADIENTS = (GRADIENTS, "--narrowcast.reduce_scatter.compression", "none")
 UNCOUNTED = "--narrowcast.volume.no-enable"
 LAYOUTS = {
     "fsdp": (),

@@ -24,7 +24,7 @@ class Job:
     the run that it must equal to the last bit, if any."""
 
     name: str
-    treatment: str
+    compression: str
     label: str
     learning_rate: float
     steps: int
@@ -46,7 +46,7 @@ class RunSummary(Job):
     zero_gradients: float | None
     step_seconds: list[float]
     plain_step_seconds: list[float]
-    kept_bytes: float | None
+    cache_bytes: float | None
     peak_memory_gib: float
 
     @property
@@ -86,7 +86,7 @@ def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> 
     zeros = "narrowcast/zero_gradients"
     # A rank sends its share of the parameters to each of the others.
     crossing = (world_size - 1) / world_size * run.parameter_count
-    kept = run.scalars.get("narrowcast/kept_bytes")
+    kept = run.scalars.get("narrowcast/cache_bytes")
     return RunSummary(
         **asdict(job),
         losses=losses,
@@ -106,7 +106,7 @@ def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> 
         zero_gradients=last_median(run.scalars, zeros) if zeros in run.scalars else None,
         step_seconds=run.scalars["time_metrics/end_to_end(s)"],
         plain_step_seconds=plain.scalars["time_metrics/end_to_end(s)"],
-        kept_bytes=max(kept) if kept else None,
+        cache_bytes=max(kept) if kept else None,
         peak_memory_gib=max(run.scalars["memory/max_active(GiB)"]),
     )
 
@@ -154,7 +154,7 @@ def tables(summary: Summary) -> str:
             ]
         )
         seconds, plain_seconds = median(run.step_seconds), median(run.plain_step_seconds)
-        other_sums = "" if run.treatment == "plain" else "none: other order of sums"
+        other_sums = "" if run.compression == "plain" else "none: other order of sums"
         cost.append(
             [
                 *title,
@@ -164,7 +164,7 @@ def tables(summary: Summary) -> str:
                 f"{run.losses[-1]:.4f}",
                 f"{seconds:.2f}",
                 f"{seconds / plain_seconds:.2f}",
-                "" if run.kept_bytes is None else f"{run.kept_bytes / _MIB:.2f}",
+                "" if run.cache_bytes is None else f"{run.cache_bytes / _MIB:.2f}",
                 f"{run.peak_memory_gib:.2f}",
             ]
         )

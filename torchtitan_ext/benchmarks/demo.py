@@ -36,9 +36,9 @@ WORLD_SIZE = 4
 
 
 @dataclass(frozen=True)
-class Treatment:
+class Compression:
     """A way to exchange parameters and gradients: its name for people, the flags that choose it,
-    and the treatment whose losses and parameters it must have; None if it is like no other."""
+    and the compression whose losses and parameters it must have; None if it is like no other."""
 
     label: str
     flags: tuple[str, ...]
@@ -47,70 +47,70 @@ class Treatment:
 
 
 _PLAIN = "--narrowcast.all_gather.no-enable"
-_TREATMENT = "--narrowcast.all_gather.treatment"
-_EXCHANGE = "--narrowcast.all_gather.exponent_exchange"
+_COMPRESSION = "--narrowcast.all_gather.compression"
+_EXCHANGE = "--narrowcast.all_gather.exponent_coding"
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
 _GRADIENTS = "--narrowcast.reduce_scatter.enable"
-_GRADIENTS_TREATMENT = "--narrowcast.reduce_scatter.treatment"
+_GRADIENTS_COMPRESSION = "--narrowcast.reduce_scatter.compression"
 
-TREATMENTS = {
-    "plain": Treatment("plain, gathered twice", (_PLAIN,), equal_to=None),
-    "plain_kept": Treatment("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
-    "value": Treatment("value", (_TREATMENT, "value")),
-    "exponent": Treatment(
-        "exponent, difference", (_TREATMENT, "exponent", _EXCHANGE, "difference"), once=True
+COMPRESSIONS = {
+    "plain": Compression("plain, gathered twice", (_PLAIN,), equal_to=None),
+    "plain_kept": Compression("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
+    "delta": Compression("delta", (_COMPRESSION, "delta")),
+    "exponent": Compression(
+        "exponent, difference", (_COMPRESSION, "exponent", _EXCHANGE, "delta"), once=True
     ),
-    "blocks": Treatment(
-        "exponent, blocks", (_TREATMENT, "exponent", _EXCHANGE, "blocks"), once=True
+    "blocks": Compression(
+        "exponent, blocks", (_COMPRESSION, "exponent", _EXCHANGE, "blocks"), once=True
     ),
-    "coded": Treatment("coded", (_TREATMENT, "coded"), once=True),
+    "entropy": Compression("entropy", (_COMPRESSION, "entropy"), once=True),
     # The exchange of the one below, and its order of sums, which need not be the backend's.
-    "raw_gradients": Treatment(
+    "raw_gradients": Compression(
         "plain, raw gradients",
-        (_PLAIN, _GRADIENTS, _GRADIENTS_TREATMENT, "raw"),
+        (_PLAIN, _GRADIENTS, _GRADIENTS_COMPRESSION, "none"),
         once=True,
         equal_to=None,
     ),
-    "value_gradients": Treatment(
+    "value_gradients": Compression(
         "value, coded gradients",
-        (_TREATMENT, "value", _GRADIENTS),
+        (_COMPRESSION, "delta", _GRADIENTS),
         once=True,
         equal_to="raw_gradients",
     ),
 }
 # What fits into eight minutes on two cores.
-DEFAULT_TREATMENTS = ("plain_kept", "value", "exponent", "blocks", "value_gradients")
-QUICK_TREATMENTS = ("value", "value_gradients")
+DEFAULT_COMPRESSIONS = ("plain_kept", "delta", "exponent", "blocks", "value_gradients")
+QUICK_COMPRESSIONS = ("delta", "value_gradients")
 
 
 def run_demo(
     *,
     steps: int = 60,
-    treatments: Sequence[str] = DEFAULT_TREATMENTS,
+    compressions: Sequence[str] = DEFAULT_COMPRESSIONS,
     learning_rates: Sequence[float] = (1e-4, 1e-5),
     output: Path = Path("outputs/demo"),
 ) -> Summary:
-    """Train with plain FSDP2 and with each treatment, and compare. Shows progress on stderr.
+    """Train with plain FSDP2 and with each compression, and compare. Shows progress on stderr.
 
     The corpus must have been made, and the working directory be that of the project. The job is one
     for CPU: hide GPUs from it by `CUDA_VISIBLE_DEVICES`, as the command line does.
 
     Args:
         steps: of each run.
-        treatments: of `TREATMENTS`. `plain` always runs, first at each learning rate, and so does
-            what another must equal; those marked `once` run at the first one only.
+        compressions: of `COMPRESSIONS`. `plain` always runs, first at each learning rate, and so
+            does what another must equal; those marked `once` run at the first one only.
         learning_rates: after the warm-up.
         output: gets a folder for each run, and `summary.json`; those of an earlier demo go.
 
     Raises:
-        ValueError: a treatment is unknown.
+        ValueError: a compression is unknown.
         RunError: a run failed.
     """
-    unknown = sorted(set(treatments) - set(TREATMENTS))
+    unknown = sorted(set(compressions) - set(COMPRESSIONS))
     if unknown:
-        raise ValueError(f"treatments {unknown} are unknown: there are {', '.join(TREATMENTS)}")
+        raise ValueError(f"compressions {unknown} are unknown: there are {', '.join(COMPRESSIONS)}")
     _clear(output)
-    jobs = plan(steps, treatments, learning_rates)
+    jobs = plan(steps, compressions, learning_rates)
     runs: dict[str, Run] = {}
     summaries: list[RunSummary] = []
     for i, job in enumerate(jobs):
@@ -118,7 +118,7 @@ def run_demo(
         with _progress(title, steps) as bar:
             train(output / job.name, job.flags, WORLD_SIZE, _show_on(bar))
         run = runs[job.name] = read_run(output / job.name, steps)
-        if job.treatment == "plain":
+        if job.compression == "plain":
             plain = run
         reference = runs[job.equal_to] if job.equal_to else plain
         summaries.append(compare(job, run, plain, reference, WORLD_SIZE))
@@ -127,18 +127,18 @@ def run_demo(
     return summary
 
 
-def plan(steps: int, treatments: Sequence[str], learning_rates: Sequence[float]) -> list[Job]:
+def plan(steps: int, compressions: Sequence[str], learning_rates: Sequence[float]) -> list[Job]:
     """The jobs of a demo, each after those that it is compared with."""
-    chosen = {"plain", *treatments, *(TREATMENTS[name].equal_to for name in treatments)}
+    chosen = {"plain", *compressions, *(COMPRESSIONS[name].equal_to for name in compressions)}
 
-    def run_name(treatment: str, learning_rate: float) -> str:
-        return f"lr{short_number(learning_rate)}-{treatment}"
+    def run_name(compression: str, learning_rate: float) -> str:
+        return f"lr{short_number(learning_rate)}-{compression}"
 
     return [
         Job(
             name=run_name(name, learning_rate),
-            treatment=name,
-            label=treatment.label,
+            compression=name,
+            label=compression.label,
             learning_rate=learning_rate,
             steps=steps,
             flags=(
@@ -148,13 +148,15 @@ def plan(steps: int, treatments: Sequence[str], learning_rates: Sequence[float])
                 # After the last step, the model alone.
                 *("--checkpoint.enable", "--checkpoint.interval", str(steps)),
                 "--metrics.disable_color_printing",
-                *treatment.flags,
+                *compression.flags,
             ),
-            equal_to=run_name(treatment.equal_to, learning_rate) if treatment.equal_to else None,
+            equal_to=run_name(compression.equal_to, learning_rate)
+            if compression.equal_to
+            else None,
         )
         for i, learning_rate in enumerate(learning_rates)
-        for name, treatment in TREATMENTS.items()
-        if name in chosen and (i == 0 or not treatment.once)
+        for name, compression in COMPRESSIONS.items()
+        if name in chosen and (i == 0 or not compression.once)
     ]
 
 
@@ -162,14 +164,16 @@ def main() -> int:
     """Command line. Returns the exit code: 1 if a run failed or is not what it must be."""
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="4 runs of 25 steps, lr 1e-4")
-    parser.add_argument("--treatments", nargs="+", choices=TREATMENTS, help="beside plain FSDP2")
+    parser.add_argument(
+        "--compressions", nargs="+", choices=COMPRESSIONS, help="beside plain FSDP2"
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="results' folder")
     args = parser.parse_args()
-    treatments = args.treatments or (QUICK_TREATMENTS if args.quick else DEFAULT_TREATMENTS)
+    compressions = args.compressions or (QUICK_COMPRESSIONS if args.quick else DEFAULT_COMPRESSIONS)
     quick = {"steps": 25, "learning_rates": [1e-4]} if args.quick else {}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        summary = run_demo(treatments=treatments, output=args.output, **quick)
+        summary = run_demo(compressions=compressions, output=args.output, **quick)
     except (RunError, ValueError, OSError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
@@ -189,8 +193,8 @@ def main() -> int:
 def _clear(output: Path) -> None:
     """Remove what an earlier demo left, and nothing else."""
     (output / "summary.json").unlink(missing_ok=True)
-    for treatment in TREATMENTS:
-        for folder in output.glob(f"lr*-{treatment}"):
+    for compression in COMPRESSIONS:
+        for folder in output.glob(f"lr*-{compression}"):
             shutil.rmtree(folder)
 
 

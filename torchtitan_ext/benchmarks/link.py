@@ -22,15 +22,15 @@ from typing import Any
 
 WARM_UP_STEPS = 3
 
-_SECTION = "--narrowcast.{}.enable --narrowcast.{}.treatment {}"
+_SECTION = "--narrowcast.{}.enable --narrowcast.{}.compression {}"
 VARIANTS = {
     "plain FSDP2, the backend's collectives": "",
     "the exchanges of narrowcast, all raw": " ".join(
-        _SECTION.format(section, section, "raw") for section in ("all_gather", "reduce_scatter")
+        _SECTION.format(section, section, "none") for section in ("all_gather", "reduce_scatter")
     ),
     "narrowcast: value, coded gradients": " ".join(
-        _SECTION.format(section, section, treatment)
-        for section, treatment in (("all_gather", "value"), ("reduce_scatter", "coded"))
+        _SECTION.format(section, section, compression)
+        for section, compression in (("all_gather", "delta"), ("reduce_scatter", "entropy"))
     ),
 }
 BASELINES = tuple(VARIANTS)[:2]

@@ -57,7 +57,7 @@ class Scale:
 def _peers_that_send_the_same() -> Iterator[Counter[str]]:
     """Fills what the fake group leaves empty, and counts calls."""
     calls: Counter[str] = Counter()
-    gather, swap = dist.all_gather_single, exchange._start_swap
+    gather, swap = dist.all_gather_single, exchange._start_pairwise
 
     def all_gather_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         calls["gather"] += 1
@@ -71,11 +71,11 @@ def _peers_that_send_the_same() -> Iterator[Counter[str]]:
         theirs.copy_(ours)
         return works
 
-    dist.all_gather_single, exchange._start_swap = all_gather_single, start_swap
+    dist.all_gather_single, exchange._start_pairwise = all_gather_single, start_swap
     try:
         yield calls
     finally:
-        dist.all_gather_single, exchange._start_swap = gather, swap
+        dist.all_gather_single, exchange._start_pairwise = gather, swap
 
 
 class _Clock:
@@ -119,7 +119,7 @@ def measure(ranks: int, groups: int) -> Scale:
             for layer in model:
                 fully_shard(layer, mesh=mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-            handle = narrow_all_gather(model, optimizer, treatment="value")
+            handle = narrow_all_gather(model, optimizer, compression="delta")
             narrow_reduce_scatter(model)
             hook = _Clock(type(handle), "_after_step")
             clocks.append(hook)

@@ -1,13 +1,14 @@
-"""Whether `treatment = "auto"` is as fast as the best treatment on a link, and knows it beforehand.
+"""Whether `compression = "auto"` is as fast as the best compression on a link, and knows it
+beforehand.
 
     scripts/slow_links 4 200mbit python -m torchtitan_ext.benchmarks.selection \\
         --job.config_file train_configs/links.toml --narrowcast.reduce_scatter.enable
 
 Every rank runs it, as `torchtitan_ext.benchmarks.link`, whose stopwatch it uses. It trains the job
-once with each treatment, and with "auto", and takes the time of whole steps and of their parameter
-gathers, and what narrowcast does between them. What "auto" predicts of each, from its calibration
-and what it watched, stands beside it: a step is predicted as plain's measured one, less what the
-gathers are predicted to save.
+once with each compression, and with "auto", and takes the time of whole steps and of their
+parameter gathers, and what narrowcast does between them. What "auto" predicts of each, from its
+calibration and what it watched, stands beside it: a step is predicted as plain's measured one, less
+what the gathers are predicted to save.
 """
 
 import json
@@ -27,18 +28,18 @@ STEPS = 10
 _FIXED_WARM_UP = 2
 _AUTO_WARM_UP = 10  # of which the last chooses
 _COLD = 1  # step after the choice, in which caches fill
-FIXED = ("raw", "coded", "exponent", "value")
+FIXED = ("none", "entropy", "exponent", "delta")
 PLAIN, AUTO = "plain FSDP2", "auto"
-_SWITCH = "--narrowcast.all_gather.enable --narrowcast.all_gather.treatment {}"
+_SWITCH = "--narrowcast.all_gather.enable --narrowcast.all_gather.compression {}"
 
 
 def predicted_gathers(groups: Sequence[Group], choice: Choice) -> dict[str, float]:
     """Seconds of a step's gathers by variant, as the controller predicts them."""
     seconds = {PLAIN: choice.plain_seconds, AUTO: choice.seconds}
-    for treatment in FIXED:
-        seconds[treatment] = sum(
+    for compression in FIXED:
+        seconds[compression] = sum(
             group.steady(
-                {s.name: treatment if treatment in s.options else "raw" for s in group.shards}
+                {s.name: compression if compression in s.options else "none" for s in group.shards}
             )
             for group in groups
         )

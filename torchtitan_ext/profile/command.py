@@ -144,7 +144,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
         groups = param_groups(*trainer.model_parts)
         block_size = observed.narrowcast.all_gather.block_size
         # More than training has room for; the steps whose time is taken come after the choice.
-        trainer.narrowed.selection.observer.pieces_a_step = _PIECES_A_STEP
+        trainer.narrowed.selection.sampler.pieces_a_step = _PIECES_A_STEP
         watch = _Watch(trainer, groups, change_profile.ChangeRecorder(groups, block_size), warmup)
         trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())
         trainer.train()
@@ -197,7 +197,8 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
             "calibration": calibration.as_json(controller.calibration),
             "selection": solver.as_json(controller.problem, controller.choice),
             "reductions": [
-                {**dataclasses.asdict(one), "pays": one.pays} for one in controller.reductions
+                {**dataclasses.asdict(one), "pays": one.is_worthwhile}
+                for one in controller.reductions
             ],
         }
         measured["recommendation"] = recommend(
@@ -256,7 +257,7 @@ class _Watch:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.recorder.after_step(step, settled=step > self._warmup)
         if step == self._warmup:
-            self._trainer.narrowed.selection.observer.pieces_a_step = 0.0
+            self._trainer.narrowed.selection.sampler.pieces_a_step = 0.0
             self._profiler.start()
             self._is_profiling = True
         util.now(self._trainer.device)

@@ -87,7 +87,7 @@ def observed_job(config: "Trainer.Config", steps: int) -> "Trainer.Config":
         all_gather=replace(
             config.narrowcast.all_gather,
             enable=True,
-            treatment="observe",
+            compression="observe",
             warmup_steps=warmup,
             # No other look within the profile, which would be counted as communication.
             reselect_interval=interval and max(interval, steps),

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from narrowcast.autotune.gradients import Reduction, pays
+from narrowcast.autotune.gradients import Reduction, is_worthwhile
 from narrowcast.autotune.solver import Choice, Group
 from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig
 from torchtitan_ext.toml.writer import to_lines
@@ -26,19 +26,19 @@ def recommend(
     """
     shards = [(group, shard) for group in problem for shard in group.shards]
     chosen = {
-        (group.name, shard.name): choice.treatments.get(group.name, {}).get(shard.name, "raw")
+        (group.name, shard.name): choice.compressions.get(group.name, {}).get(shard.name, "none")
         for group, shard in shards
     }
     values = max(sum(shard.values for _, shard in shards), 1)
-    plain_bits = sum(s.values * s.options["raw"].bits for _, s in shards) / values
+    plain_bits = sum(s.values * s.options["none"].bits for _, s in shards) / values
     bits = sum(s.values * s.options[chosen[g.name, s.name]].bits for g, s in shards) / values
     saved = choice.plain_seconds - choice.seconds
     sections = {"all_gather": _all_gather_lines(switches.all_gather, choice)}
     gather_text = (
-        "Parameters: on this link no treatment of any shard pays. Leave all-gathers to plain "
+        "Parameters: on this link no compression of any shard pays. Leave all-gathers to plain "
         f"FSDP2: {_ms(choice.plain_seconds)} of gathers a step are predicted."
     )
-    if choice.treatments:
+    if choice.compressions:
         gather_text = (
             f"Parameters: {_ms(choice.plain_seconds)} of gathers a step, plain, become "
             f"{_ms(choice.seconds)} (predicted): {_ms(saved)} less, where a step takes "
@@ -51,10 +51,10 @@ def recommend(
             f" With a larger cache_budget_gib: {_ms(choice.unlimited_seconds)}, and "
             f"{choice.unlimited_cache_bytes / 2**20:,.1f} MiB."
         )
-    plain, coded = (sum(getattr(one, name) for one in reductions) for name in ("plain", "coded"))
+    plain, coded = (sum(getattr(one, name) for one in reductions) for name in ("plain", "entropy"))
     gradient_text = "Gradients: none were looked at in so few steps, which gives no prediction."
     if reductions:
-        enable = pays(plain, coded)
+        enable = is_worthwhile(plain, coded)
         sections["reduce_scatter"] = _lines(switches.reduce_scatter, {"enable": enable})
         gradient_text = (
             f"Gradients: {_ms(plain)} of reduce-scatters a step, plain, would become {_ms(coded)} "
@@ -72,16 +72,16 @@ def recommend(
             "saved_share_of_step": saved / step_seconds,
             "bits_per_parameter_first_gather": {"plain": plain_bits, "chosen": bits},
             "cache_bytes_per_rank": choice.cache_bytes,
-            "reduce_scatter_seconds_per_step": {"plain": plain, "coded": coded},
+            "reduce_scatter_seconds_per_step": {"plain": plain, "entropy": coded},
         },
     }
 
 
 def _all_gather_lines(switches: AllGatherConfig, choice: Choice) -> list[str]:
     """`auto`, which goes on looking, with a budget that is enough for what it chose here."""
-    if not choice.treatments:
+    if not choice.compressions:
         return ["enable = false"]
-    new = {"enable": True, "treatment": "auto"}
+    new = {"enable": True, "compression": "auto"}
     if choice.cache_bytes:
         budget = math.ceil(choice.cache_bytes / 2**30 * 10) / 10
         new["cache_budget_gib"] = min(budget, switches.cache_budget_gib)
@@ -94,7 +94,7 @@ def _lines(switches: Any, new: dict[str, Any]) -> list[str]:
     kept = {
         field.name: getattr(switches, field.name)
         for field in dataclasses.fields(switches)
-        if field.name not in (*new, "enable", "treatment")
+        if field.name not in (*new, "enable", "compression")
         and getattr(switches, field.name) != getattr(default, field.name)
     }
     return to_lines({**new, **kept})

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from narrowcast.attribution import named
+from narrowcast.attribution import CALLER, counted_as
 from narrowcast.telemetry.ledger import all_reduce_bytes
 from narrowcast.wire.exchange import largest_sizes
 
@@ -47,11 +47,11 @@ class Announcer:
         states = [comm.whole_state() for comm in comms]
         first, ledger = comms[0], comms[0].ledger
         process_group = first.group.process_group
-        with named():
+        with counted_as(CALLER):
             sizes = [state.next_size for state in states]
             largest = largest_sizes(sizes, process_group, first.group.device, first.waits)
         if ledger is not None:
             sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
             ledger.add("all_gather", sent_bytes, plain_bytes=0)
         for state, size in zip(states, largest, strict=True):
-            state.slot_size = size
+            state.padded_size = size

@@ -1,4 +1,4 @@
-"""How a shard is cut into runs: neighbouring values that are encoded together."""
+"""How a shard is cut into chunks: neighbouring values that are encoded together."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from narrowcast.allgather.codec import Scheme
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.wire import floats
 from narrowcast.wire.floats import FloatLayout
 
@@ -15,7 +15,7 @@ _BYTES = FloatLayout(torch.uint8, torch.uint8, 8, 0)  # of dtypes that only ever
 
 
 @dataclass(frozen=True)
-class Run:
+class Chunk:
     """Neighbouring values of one dtype and one scheme: what is encoded together.
 
     Attributes:
@@ -41,74 +41,74 @@ class Run:
         return section.view(self.layout.bits)
 
 
-def make_runs(
+def make_chunks(
     params: list[tuple[str, int, torch.dtype]], schemes: dict[str, Scheme]
-) -> tuple[Run, ...]:
-    """Cuts a shard into runs. ``params``: name, number of elements and dtype, in memory order."""
-    runs: list[Run] = []
+) -> tuple[Chunk, ...]:
+    """Cuts a shard into chunks. ``params``: name, number of elements and dtype, in memory order."""
+    chunks: list[Chunk] = []
     start = 0
     for name, numel, dtype in params:
         layout, scheme, left = floats.LAYOUTS.get(dtype), schemes[name], numel
         if layout is None:
-            layout, scheme, left = _BYTES, Scheme("raw"), numel * dtype.itemsize
-        limit = max(MAX_RUN_VALUES // scheme.block_size, 1) * scheme.block_size
+            layout, scheme, left = _BYTES, Scheme("none"), numel * dtype.itemsize
+        limit = max(MAX_CHUNK_VALUES // scheme.block_size, 1) * scheme.block_size
         while left > 0:
-            open_run = runs[-1] if runs else None
+            open_chunk = chunks[-1] if chunks else None
             if (
-                open_run is None
-                or (open_run.scheme, open_run.layout) != (scheme, layout)
-                or open_run.num_values == limit
+                open_chunk is None
+                or (open_chunk.scheme, open_chunk.layout) != (scheme, layout)
+                or open_chunk.num_values == limit
             ):
-                runs.append(Run(scheme, layout, (), start, start))
-            taken = min(left, limit - runs[-1].num_values)
+                chunks.append(Chunk(scheme, layout, (), start, start))
+            taken = min(left, limit - chunks[-1].num_values)
             start += taken * layout.itemsize
             piece = ((name, taken),)
-            runs[-1] = replace(runs[-1], params=runs[-1].params + piece, stop=start)
+            chunks[-1] = replace(chunks[-1], params=chunks[-1].params + piece, stop=start)
             left -= taken
-    return tuple(runs)
+    return tuple(chunks)
 
 
-def recut(
-    old_runs: tuple[Run, ...], kept: list[Tensor | None], runs: tuple[Run, ...]
+def rechunk(
+    old_chunks: tuple[Chunk, ...], cached: list[Tensor | None], chunks: tuple[Chunk, ...]
 ) -> list[Tensor | None]:
-    """What is kept of one rank's shard, as ``runs`` cut and treat it; ``None`` where that cannot be
-    made of it. Exponents are made of values; hashes of nothing, and nothing of them, so that a run
-    with hashes keeps them only as it is."""
-    unchanged = dict(zip(old_runs, kept, strict=True))
+    """What is cached of one rank's shard, as ``chunks`` cut and compress it; ``None`` where that
+    cannot be made of it. Exponents are made of values; hashes of nothing, and nothing of them, so
+    that a run with hashes keeps them only as it is."""
+    unchanged = dict(zip(old_chunks, cached, strict=True))
     pieces: dict[str, list[Tensor | None]] = defaultdict(list)
-    for run, kept_of_run in zip(old_runs, kept, strict=True):
-        sizes = [size for _, size in run.params]
-        known = kept_of_run is not None and not run.scheme.keeps_hashes
-        split = kept_of_run.split(sizes) if known else [None] * len(sizes)
-        for (name, _), piece in zip(run.params, split, strict=True):
+    for chunk, cached_chunk in zip(old_chunks, cached, strict=True):
+        sizes = [size for _, size in chunk.params]
+        known = cached_chunk is not None and not chunk.scheme.caches_hashes
+        split = cached_chunk.split(sizes) if known else [None] * len(sizes)
+        for (name, _), piece in zip(chunk.params, split, strict=True):
             pieces[name].append(piece)
     whole = {
         name: None if any(part is None for part in parts) else torch.cat(parts)
         for name, parts in pieces.items()
     }
     taken: Counter[str] = Counter()
-    recut: list[Tensor | None] = []
-    for run in runs:
+    rechunk: list[Tensor | None] = []
+    for chunk in chunks:
         parts = []
-        for name, size in run.params:
+        for name, size in chunk.params:
             start = taken[name]
             taken[name] += size
             values = whole.get(name)
             parts.append(None if values is None else values[start : start + size])
-        recut.append(unchanged[run] if run in unchanged else _kept_as(run, parts))
-    return recut
+        rechunk.append(unchanged[chunk] if chunk in unchanged else _cached_as(chunk, parts))
+    return rechunk
 
 
-def _kept_as(run: Run, parts: list[Tensor | None]) -> Tensor | None:
-    if run.scheme.keeps_hashes or run.scheme.treatment not in ("value", "exponent"):
+def _cached_as(chunk: Chunk, parts: list[Tensor | None]) -> Tensor | None:
+    if chunk.scheme.caches_hashes or chunk.scheme.compression not in ("delta", "exponent"):
         return None
-    if run.scheme.treatment == "exponent":
+    if chunk.scheme.compression == "exponent":
         parts = [
-            floats.exponents(part, run.layout)
-            if part is not None and part.dtype == run.layout.bits
+            floats.exponents(part, chunk.layout)
+            if part is not None and part.dtype == chunk.layout.bits
             else part
             for part in parts
         ]
-    kept_dtype = torch.uint8 if run.scheme.treatment == "exponent" else run.layout.bits
-    known = all(part is not None and part.dtype == kept_dtype for part in parts)
+    cached_dtype = torch.uint8 if chunk.scheme.compression == "exponent" else chunk.layout.bits
+    known = all(part is not None and part.dtype == cached_dtype for part in parts)
     return torch.cat(parts) if known and parts else None

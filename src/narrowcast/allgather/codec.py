@@ -1,22 +1,22 @@
 """Encode one shard given what its receivers keep, and decode it again, bit for bit.
 
 Pure functions on tensors. A shard is seen as ``bits_N``, the integer view of its floats. What a
-receiver keeps of a shard, ``kept_N``, is what the sender last sent: the values (same integers), the
-exponents (uint8), or nothing. The sender knows it, and sends only what it leaves open:
+receiver keeps of a shard, ``cached_N``, is what the sender last sent: the values (same integers),
+the exponents (uint8), or nothing. The sender knows it, and sends only what it leaves open:
 
-    treatment  kept       sent
+    compression  cached       sent
     raw        nothing    the bits
     coded      nothing    sign-and-mantissa plane, entropy-coded exponents
     exponent   exponents  sign-and-mantissa plane, and of the exponents either
                             blocks:      a bitmap and the entropy-coded exponents of changed blocks
                                          (CIERA, section 3.1 and algorithm 1), or
-                            difference:  the entropy-coded difference to the kept exponents
+                            difference:  the entropy-coded difference to the cached exponents
     value      values     the entropy-coded difference of the bit patterns, on integers in the order
                           of the floats, one byte plane after the other
 
 What does not change is not sent: an ``exponent`` shard without new exponents has no exponent
-section, and an unchanged ``value`` shard has no section at all. The first time, and whenever the
-treatment would not win, a simpler form is used: nothing is ever larger than raw.
+section, and an unchanged ``delta`` shard has no section at all. The first time, and whenever the
+compression would not win, a simpler form is used: nothing is ever larger than raw.
 """
 
 from dataclasses import dataclass
@@ -31,91 +31,91 @@ from narrowcast.wire.coders import Coder
 from narrowcast.wire.floats import FloatLayout
 from narrowcast.wire.packet import Encoded, Form, encode_raw
 
-Treatment = Literal["value", "exponent", "coded", "raw"]
-ExponentExchange = Literal["difference", "blocks"]
+Compression = Literal["delta", "exponent", "entropy", "none"]
+ExponentCoding = Literal["delta", "blocks"]
 BlockCheck = Literal["compare", "hash"]
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a shard is treated; the same on every rank of its group.
+    """How a shard is compressed; the same on every rank of its group.
 
     Attributes:
-        treatment: what receivers keep.
-        exponent_exchange: of ``exponent`` only: how changed exponents cross.
-        block_size: values a block, of ``exponent_exchange = "blocks"``.
+        compression: what receivers keep.
+        exponent_coding: of ``exponent`` only: how changed exponents cross.
+        block_size: values a block, of ``exponent_coding = "blocks"``.
         block_check: how a sender notices a changed block: it keeps the exponents it last sent and
             compares, which is exact and faster, or it keeps a 128-bit hash of each block. (The
             hash costs some thousand small tensor operations a shard, however small it is.)
     """
 
-    treatment: Treatment
-    exponent_exchange: ExponentExchange = "difference"
+    compression: Compression
+    exponent_coding: ExponentCoding = "delta"
     block_size: int = 512
     block_check: BlockCheck = "compare"
 
     @property
     def forms(self) -> set[Form]:
         """The forms in which a shard may come."""
-        if self.treatment == "raw":
+        if self.compression == "none":
             return {Form.RAW}
-        if self.treatment == "coded":
-            return {Form.RAW, Form.CODED}
-        if self.treatment == "value":
-            return {Form.RAW, Form.CODED, Form.VALUE_DIFFERENCE}
-        if self.exponent_exchange == "blocks":
-            return {Form.RAW, Form.CODED, Form.EXPONENT_BLOCKS}
-        return {Form.RAW, Form.CODED, Form.EXPONENT_DIFFERENCE}
+        if self.compression == "entropy":
+            return {Form.RAW, Form.ENTROPY}
+        if self.compression == "delta":
+            return {Form.RAW, Form.ENTROPY, Form.DELTA}
+        if self.exponent_coding == "blocks":
+            return {Form.RAW, Form.ENTROPY, Form.EXPONENT_BLOCKS}
+        return {Form.RAW, Form.ENTROPY, Form.EXPONENT_DELTA}
 
     @property
-    def keeps_hashes(self) -> bool:
+    def caches_hashes(self) -> bool:
         """Whether the sender keeps hashes where its receivers keep exponents."""
-        uses_blocks = self.treatment == "exponent" and self.exponent_exchange == "blocks"
+        uses_blocks = self.compression == "exponent" and self.exponent_coding == "blocks"
         return uses_blocks and self.block_check == "hash"
 
 
-def receiver_keeps(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
-    """What is kept of a shard that was just received."""
-    if scheme.treatment == "value":
+def receiver_cache(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
+    """What is cached of a shard that was just received."""
+    if scheme.compression == "delta":
         return bits_N
-    return floats.exponents(bits_N, layout) if scheme.treatment == "exponent" else None
+    return floats.exponents(bits_N, layout) if scheme.compression == "exponent" else None
 
 
-def sender_keeps(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
-    """What is kept of a shard that was just sent, to encode the next one with."""
-    if scheme.keeps_hashes:
+def sender_cache(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
+    """What is cached of a shard that was just sent, to encode the next one with."""
+    if scheme.caches_hashes:
         return block_hashes(floats.exponents(bits_N, layout), scheme.block_size)
-    return receiver_keeps(bits_N, scheme, layout)
+    return receiver_cache(bits_N, scheme, layout)
 
 
 def encode(
-    bits_N: Tensor, kept: Tensor | None, scheme: Scheme, layout: FloatLayout, coder: Coder
+    bits_N: Tensor, cached: Tensor | None, scheme: Scheme, layout: FloatLayout, coder: Coder
 ) -> Encoded:
     """Encodes one shard.
 
     Args:
         bits_N: the shard as integers of ``layout.bits``.
-        kept: what ``sender_keeps`` of the shard that was sent before; ``None`` if none was.
+        cached: what ``sender_cache`` of the shard that was sent before; ``None`` if none was.
     """
-    if scheme.treatment == "raw" or bits_N.numel() == 0:
+    if scheme.compression == "none" or bits_N.numel() == 0:
         return encode_raw(bits_N)
-    if scheme.treatment == "coded" or kept is None:
-        return encode_coded(bits_N, layout, coder)
-    if scheme.treatment == "value":
-        return encode_value(bits_N, kept, layout, coder)
-    if scheme.exponent_exchange == "difference":
-        return encode_exponent_difference(bits_N, kept, layout, coder)
+    if scheme.compression == "entropy" or cached is None:
+        return encode_entropy(bits_N, layout, coder)
+    if scheme.compression == "delta":
+        return encode_delta(bits_N, cached, layout, coder)
+    if scheme.exponent_coding == "delta":
+        return encode_exponent_delta(bits_N, cached, layout, coder)
     exponents_N = floats.exponents(bits_N, layout)
-    if scheme.keeps_hashes:
-        changed_B = (block_hashes(exponents_N, scheme.block_size) != kept).any(dim=1)
+    if scheme.caches_hashes:
+        changed_B = (block_hashes(exponents_N, scheme.block_size) != cached).any(dim=1)
     else:
-        changed_B = changed_blocks(exponents_N, kept, scheme.block_size)
+        changed_B = changed_blocks(exponents_N, cached, scheme.block_size)
     return encode_exponent_blocks(bits_N, changed_B, scheme.block_size, layout, coder)
 
 
 def decode(
     encoded: Encoded,
-    kept_N: Tensor | None,
+    cached_N: Tensor | None,
     num_values: int,
     scheme: Scheme,
     layout: FloatLayout,
@@ -124,62 +124,62 @@ def decode(
     """The bits of shape (N,) that ``encode`` was given.
 
     Args:
-        kept_N: what ``receiver_keeps`` of the shard that was received before.
+        cached_N: what ``receiver_cache`` of the shard that was received before.
 
     Raises:
         ValueError: the sections do not fit the form (``CoderError`` where the coder says so).
     """
     if encoded.form not in scheme.forms:
-        raise ValueError(f"{encoded.form.name} arrived under treatment {scheme.treatment}")
+        raise ValueError(f"{encoded.form.name} arrived under compression {scheme.compression}")
     match encoded.form:
         case Form.RAW:
             (section,) = encoded.sections
-            _expect_size(section, num_values * layout.itemsize, "raw")
+            _expect_size(section, num_values * layout.itemsize, "none")
             return section.clone().view(layout.bits)
-        case Form.CODED:
+        case Form.ENTROPY:
             plane, section = encoded.sections
             exponents_N = _decode_exponents(section, num_values, coder)
-        case _ if kept_N is None:
-            raise ValueError(f"{encoded.form.name} arrived where nothing is kept")
-        case Form.VALUE_DIFFERENCE:
+        case _ if cached_N is None:
+            raise ValueError(f"{encoded.form.name} arrived where nothing is cached")
+        case Form.DELTA:
             (section,) = encoded.sections
             if section.numel() == 0:
-                return kept_N
+                return cached_N
             planes = coder.decode(section, num_values * layout.itemsize)
-            return floats.apply_zigzag_planes(planes, kept_N, layout)
-        case Form.EXPONENT_DIFFERENCE:
+            return floats.apply_zigzag_planes(planes, cached_N, layout)
+        case Form.EXPONENT_DELTA:
             plane, section = encoded.sections
-            exponents_N = kept_N
+            exponents_N = cached_N
             if section.numel():
-                exponents_N = _decode_exponents(section, num_values, coder).add_(kept_N)
+                exponents_N = _decode_exponents(section, num_values, coder).add_(cached_N)
         case Form.EXPONENT_BLOCKS:
             plane, bitmap, section = encoded.sections
-            exponents_N = _replace_blocks(kept_N, bitmap, section, scheme.block_size, coder)
+            exponents_N = _replace_blocks(cached_N, bitmap, section, scheme.block_size, coder)
     _expect_size(plane, floats.sign_mantissa_bytes(num_values, layout), "sign and mantissa")
     return floats.merge(exponents_N, plane, layout)
 
 
-def encode_coded(bits_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
+def encode_entropy(bits_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
     plane = floats.sign_mantissa(bits_N, layout)
     return _no_larger_than_raw(
-        Encoded(Form.CODED, (plane, _code(floats.exponents(bits_N, layout), coder))), bits_N
+        Encoded(Form.ENTROPY, (plane, _code(floats.exponents(bits_N, layout), coder))), bits_N
     )
 
 
-def encode_value(bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
-    if torch.equal(bits_N, kept_N):
-        return Encoded(Form.VALUE_DIFFERENCE, (bits_N.new_empty(0, dtype=torch.uint8),))
-    planes = floats.byte_planes(floats.zigzag_difference(bits_N, kept_N, layout))
-    return _no_larger_than_raw(Encoded(Form.VALUE_DIFFERENCE, (_code(planes, coder),)), bits_N)
+def encode_delta(bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
+    if torch.equal(bits_N, cached_N):
+        return Encoded(Form.DELTA, (bits_N.new_empty(0, dtype=torch.uint8),))
+    planes = floats.byte_planes(floats.zigzag_difference(bits_N, cached_N, layout))
+    return _no_larger_than_raw(Encoded(Form.DELTA, (_code(planes, coder),)), bits_N)
 
 
-def encode_exponent_difference(
-    bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, coder: Coder
+def encode_exponent_delta(
+    bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, coder: Coder
 ) -> Encoded:
     plane = floats.sign_mantissa(bits_N, layout)
-    difference = floats.exponents(bits_N, layout).sub_(kept_N)
+    difference = floats.exponents(bits_N, layout).sub_(cached_N)
     section = _code(difference, coder) if difference.any() else difference[:0]
-    return _no_larger_than_raw(Encoded(Form.EXPONENT_DIFFERENCE, (plane, section)), bits_N)
+    return _no_larger_than_raw(Encoded(Form.EXPONENT_DELTA, (plane, section)), bits_N)
 
 
 def encode_exponent_blocks(
@@ -194,12 +194,12 @@ def encode_exponent_blocks(
     return _no_larger_than_raw(Encoded(Form.EXPONENT_BLOCKS, sections), bits_N)
 
 
-def changed_blocks(exponents_N: Tensor, kept_N: Tensor, block_size: int) -> Tensor:
+def changed_blocks(exponents_N: Tensor, cached_N: Tensor, block_size: int) -> Tensor:
     """Which blocks hold a changed exponent, by direct comparison: bool of shape (B,).
 
     Exact, and faster than hashing; for a sender that keeps the exponents it last sent.
     """
-    return (_to_blocks(exponents_N, block_size) != _to_blocks(kept_N, block_size)).any(dim=1)
+    return (_to_blocks(exponents_N, block_size) != _to_blocks(cached_N, block_size)).any(dim=1)
 
 
 def block_hashes(exponents_N: Tensor, block_size: int) -> Tensor:
@@ -239,19 +239,19 @@ def _decode_exponents(section: Tensor, num_values: int, coder: Coder) -> Tensor:
 
 
 def _replace_blocks(
-    kept_N: Tensor, bitmap: Tensor, section: Tensor, block_size: int, coder: Coder
+    cached_N: Tensor, bitmap: Tensor, section: Tensor, block_size: int, coder: Coder
 ) -> Tensor:
-    """Algorithm 1, receiver: the kept exponents with the blocks of ``bitmap`` replaced."""
-    num_blocks = -(-kept_N.numel() // block_size)
+    """Algorithm 1, receiver: the cached exponents with the blocks of ``bitmap`` replaced."""
+    num_blocks = -(-cached_N.numel() // block_size)
     _expect_size(bitmap, (num_blocks + 7) // 8, "bitmap")
     changed_B = _unpack_bits(bitmap, num_blocks)
     num_changed = int(changed_B.sum())
     if num_changed == 0:
         _expect_size(section, 0, "changed exponents")
-        return kept_N
-    exponents_BS = _to_blocks(kept_N, block_size).clone()
+        return cached_N
+    exponents_BS = _to_blocks(cached_N, block_size).clone()
     exponents_BS[changed_B] = coder.decode(section, num_changed * block_size).view(-1, block_size)
-    return exponents_BS.view(-1)[: kept_N.numel()]
+    return exponents_BS.view(-1)[: cached_N.numel()]
 
 
 def _code(data: Tensor, coder: Coder) -> Tensor:

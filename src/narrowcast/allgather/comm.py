@@ -2,15 +2,15 @@
 
     optimizer step       first gather of the next forward         every later gather
     prepare(): encode    sizes of all groups are announced
-                         start: send in slots                     start: mostly heads alone
+                         start: send in buffers                     start: mostly headers alone
                          finish: check, decode, keep              finish
 
 Sizes are announced where all ranks come by together, whether or not each of them has taken a step
 of the optimizer: a rank that skips one must not leave the others waiting.
 
-What a group keeps is replicated: ``kept[r]`` is the same on every rank, except that a rank may keep
-hashes of its own shard. It changes only in ``_finish``, rank after rank in the same order on every
-rank, so that it is the same still when a later payload turns out not to decode.
+What a group keeps is replicated: ``cached[r]`` is the same on every rank, except that a rank may
+keep hashes of its own shard. It changes only in ``_finish``, rank after rank in the same order on
+every rank, so that it is the same still when a later payload turns out not to decode.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from torch import Tensor
 from narrowcast import errors
 from narrowcast.allgather import codec
 from narrowcast.allgather.announcer import Announcer
-from narrowcast.allgather.chunks import Run, make_runs, recut
+from narrowcast.allgather.chunks import Chunk, make_chunks, rechunk
 from narrowcast.allgather.codec import Scheme
-from narrowcast.allgather.offload import Foresight, HostCopies, Kept
-from narrowcast.attribution import named
+from narrowcast.allgather.offload import HostCopies, Prefetcher, ShardCache
+from narrowcast.attribution import CALLER, counted_as
 from narrowcast.errors import Job
 from narrowcast.fsdp2 import (
     AllGather,
@@ -65,39 +65,39 @@ class GroupState:
     """What one set of ranks keeps of a group's shards of one size.
 
     Attributes:
-        kept: for each rank of the group and each run, what ``codec`` keeps; ``None`` when cold.
-        sequence: gathers that went into ``kept``.
-        slot_size: bytes that every rank sends in the first round of the next gather.
+        cached: for each rank of the group and each run, what ``codec`` keeps; ``None`` when cold.
+        sequence: gathers that went into ``cached``.
+        padded_size: bytes that every rank sends in the first round of the next gather.
     """
 
-    runs: tuple[Run, ...]
+    chunks: tuple[Chunk, ...]
     settings: int
-    kept: Kept
-    slot_size: int
+    cache: ShardCache
+    padded_size: int
     sequence: int = 0
     prepared: Prepared | None = None
 
     @property
-    def head_size(self) -> int:
-        return packet.head_size(len(self.runs))
+    def header_size(self) -> int:
+        return packet.header_size(len(self.chunks))
 
     @property
     def next_size(self) -> int:
         """Bytes of the payload that is prepared; if none is, of what was sent in the last round."""
-        return self.prepared.payload.numel() if self.prepared is not None else self.slot_size
+        return self.prepared.payload.numel() if self.prepared is not None else self.padded_size
 
     @property
     def shard_bytes(self) -> int:
         """Bytes of a shard that the runs cover."""
-        return self.runs[-1].stop if self.runs else 0
+        return self.chunks[-1].stop if self.chunks else 0
 
     @property
-    def kept_bytes(self) -> int:
-        return self.kept.nbytes
+    def cache_bytes(self) -> int:
+        return self.cache.nbytes
 
     def reset(self) -> None:
-        """Drops what is kept, but not ``slot_size``, on which the ranks have agreed."""
-        self.kept.clear()
+        """Drops what is cached, but not ``padded_size``, on which the ranks have agreed."""
+        self.cache.clear()
         self.sequence, self.prepared = 0, None
 
 
@@ -111,16 +111,16 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         verify_interval: gathers from one comparison of checksums to the next; 0: none.
         ledger: where bytes are counted, if anywhere.
         plain: the group's own all-gather.
-        states: what is kept, by process group (FSDP2 gathers other shards over smaller groups with
-            ``reshard_after_forward`` an int) and by parameters, sizes and dtypes as they were when
-            they were gathered.
+        states: what is cached, by process group (FSDP2 gathers other shards over smaller groups
+            with ``reshard_after_forward`` an int) and by parameters, sizes and dtypes as they were
+            when they were gathered.
         gathers: how many there were of each process group (its name), number of ranks and number of
             elements, since the owner of this object set it to zero.
         coding_seconds: the time of encoding and decoding, likewise.
         plain_seconds: the time of each gather by ``plain``, likewise; of those over all ranks of
             the group, on a CPU, where a call that returns is done.
         copies: how caches in host memory get to the device; ``None`` where they are on it.
-        foresight: fetches them ahead; the groups of a model share one.
+        prefetcher: fetches them ahead; the groups of a model share one.
         job: the ranks that must learn of a failure here; ``None``: nobody.
         announcer: of the group's process group, if sizes are announced.
         waits: for a collective of a gather on a CPU.
@@ -138,7 +138,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     coding_seconds: float = 0.0
     plain_seconds: list[float] = field(default_factory=list)
     copies: HostCopies | None = None
-    foresight: Foresight = field(default_factory=Foresight)
+    prefetcher: Prefetcher = field(default_factory=Prefetcher)
     job: Job | None = None
     announcer: Announcer | None = None
     waits: Callable[[dist.Work], object] = dist.Work.wait
@@ -209,7 +209,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
                 f"parameters have {state.shard_bytes}: they were changed in a way that is not "
                 "known here. Narrow the model after all changes of its parameters"
             )
-        self.foresight.starts(state.kept)
+        self.prefetcher.starts(state.cache)
         prepared, state.prepared = state.prepared, None
         with self._timed():
             is_new = prepared is None or not torch.equal(prepared.shard_bytes, shard_bytes)
@@ -217,38 +217,39 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             unannounced = prepared is not None
             with self._timed():
                 prepared = self._encode(state, group, shard_bytes)
-            unannounced = unannounced or prepared.payload.numel() > state.slot_size
+            unannounced = unannounced or prepared.payload.numel() > state.padded_size
             known = state.sequence > 0 and self._is_whole(group)
             if unannounced and known and self.on_unannounced is not None:
                 self.on_unannounced(self)
-        with named():
+        with counted_as(CALLER):
             is_late = async_op or self.group.device.type == "cpu"
-            slots, work = start_round(prepared.payload, state.slot_size, group, is_late)
+            buffers, work = start_round(prepared.payload, state.padded_size, group, is_late)
 
         def finish() -> None:
-            self.foresight.finishes(state.kept)
+            self.prefetcher.finishes(state.cache)
             if work is not None:
                 self.waits(work)
-            with named():
-                self._finish(state, group, prepared, slots, rows)
+            with counted_as(CALLER):
+                self._finish(state, group, prepared, buffers, rows)
 
         return finish
 
-    def treat(self, schemes: dict[str, Scheme] | None) -> None:
-        """Changes how shards are treated; every rank must, between two steps. What is kept of a
-        shard stays as far as its new treatment can use it; the next gather sends what is missing.
+    def change_schemes(self, schemes: dict[str, Scheme] | None) -> None:
+        """Changes how shards are compressed; every rank must, between two steps. What is cached of
+        a shard stays as far as its new compression can use it; the next gather sends what is
+        missing.
         """
         before, self.schemes = self.states, schemes
         self.states = {}
-        self.foresight.forget()
+        self.prefetcher.forget()
         if schemes is None:
             return
         for key, old in before.items():
-            state = self.states[key] = self._new_state(key[1], world_size=len(old.kept))
-            for r in range(len(old.kept)):
-                for i, to_keep in enumerate(recut(old.runs, old.kept.take(r), state.runs)):
-                    if to_keep is not None:
-                        state.kept.keep(r, i, to_keep)
+            state = self.states[key] = self._new_state(key[1], world_size=len(old.cache))
+            for r in range(len(old.cache)):
+                for i, to_cache in enumerate(rechunk(old.chunks, old.cache.take(r), state.chunks)):
+                    if to_cache is not None:
+                        state.cache.store(r, i, to_cache)
             state.sequence = old.sequence
 
     def prepare(self, following: "NarrowAllGather | None" = None) -> None:
@@ -261,7 +262,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         state = self.whole_state()
         for comm in (self, following):
             if comm is not None:
-                comm.whole_state().kept.fetch([comm.group.process_group.rank()])
+                comm.whole_state().cache.fetch([comm.group.process_group.rank()])
         try:
             with self._timed():
                 state.prepared = self._encode(state, group, self.group.shard())
@@ -278,14 +279,14 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return group.group_name == self.group.process_group.group_name
 
     def reset(self) -> None:
-        """Drops all that is kept; every rank must. The next gathers send everything."""
+        """Drops all that is cached; every rank must. The next gathers send everything."""
         for state in self.states.values():
             state.reset()
 
     @property
-    def kept_bytes(self) -> int:
+    def cache_bytes(self) -> int:
         """Memory of the caches."""
-        return sum(state.kept_bytes for state in self.states.values())
+        return sum(state.cache_bytes for state in self.states.values())
 
     def state_of(self, group: dist.ProcessGroup) -> GroupState:
         """What the ranks of ``group`` keep of the shards that they gather, as these are now."""
@@ -298,13 +299,13 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return self.states[key]
 
     def _new_state(self, params: tuple[ShardedParam, ...], world_size: int) -> GroupState:
-        runs = make_runs([(p.name, p.numel, p.dtype) for p in params], self.schemes)
-        digest = hashlib.sha256(repr((runs, self.verify_interval)).encode()).digest()
+        chunks = make_chunks([(p.name, p.numel, p.dtype) for p in params], self.schemes)
+        digest = hashlib.sha256(repr((chunks, self.verify_interval)).encode()).digest()
         return GroupState(
-            runs=runs,
+            chunks=chunks,
             settings=int.from_bytes(digest[:8], "little"),
-            kept=Kept(world_size, len(runs), self.copies),
-            slot_size=packet.head_size(len(runs)),
+            cache=ShardCache(world_size, len(chunks), self.copies),
+            padded_size=packet.header_size(len(chunks)),
         )
 
     @contextmanager
@@ -320,10 +321,12 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         """Never raises: a rank that cannot encode must tell the others, or they would hang."""
         device = shard_bytes.device
         try:
-            kept = state.kept.take(group.rank())
+            cached = state.cache.take(group.rank())
             encoded = [
-                codec.encode(run.bits(shard_bytes), kept_of_run, run.scheme, run.layout, self.coder)
-                for run, kept_of_run in zip(state.runs, kept, strict=True)
+                codec.encode(
+                    chunk.bits(shard_bytes), cached_chunk, chunk.scheme, chunk.layout, self.coder
+                )
+                for chunk, cached_chunk in zip(state.chunks, cached, strict=True)
             ]
             payload = packet.pack(
                 encoded,
@@ -333,11 +336,11 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
                 shard_checksum=packet.checksum(shard_bytes) if self._verifies(state) else 0,
                 device=device,
             )
-            changes = self._changes(state, kept, shard_bytes) if self.ledger else {}
+            changes = self._changes(state, cached, shard_bytes) if self.ledger else {}
         except Exception as error:
             payload = packet.pack_failure(
                 error,
-                num_runs=len(state.runs),
+                num_chunks=len(state.chunks),
                 settings=state.settings,
                 sequence=state.sequence,
                 device=device,
@@ -349,19 +352,23 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return self.verify_interval > 0 and (state.sequence + 1) % self.verify_interval == 0
 
     def _changes(
-        self, state: GroupState, kept: list[Tensor | None], shard_bytes: Tensor
+        self, state: GroupState, cached: list[Tensor | None], shard_bytes: Tensor
     ) -> dict[str, Changes]:
         changes: dict[str, Changes] = {}
         if not self.ledger.is_first_gather(self.group):
             return changes
-        for run, kept_of_run in zip(state.runs, kept, strict=True):
-            if kept_of_run is None or run.scheme.keeps_hashes:
+        for chunk, cached_chunk in zip(state.chunks, cached, strict=True):
+            if cached_chunk is None or chunk.scheme.caches_hashes:
                 continue
-            sizes = [size for _, size in run.params]
-            pieces = zip(run.bits(shard_bytes).split(sizes), kept_of_run.split(sizes), strict=True)
-            for (name, size), (bits, kept_bits) in zip(run.params, pieces, strict=True):
+            sizes = [size for _, size in chunk.params]
+            pieces = zip(
+                chunk.bits(shard_bytes).split(sizes), cached_chunk.split(sizes), strict=True
+            )
+            for (name, size), (bits, cached_bits) in zip(chunk.params, pieces, strict=True):
                 if size:
-                    counted = count_changes(bits, kept_bits, run.layout, run.scheme.block_size)
+                    counted = count_changes(
+                        bits, cached_bits, chunk.layout, chunk.scheme.block_size
+                    )
                     kind = shard_type(name)
                     changes[kind] = changes.get(kind, Changes()) + counted
         return changes
@@ -371,54 +378,54 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         state: GroupState,
         group: dist.ProcessGroup,
         prepared: Prepared,
-        slots: Tensor,
+        buffers: Tensor,
         rows: Tensor,
     ) -> None:
         """Checks what arrived, decodes it into ``rows`` (W, bytes), and keeps it."""
         ranks = dist.get_process_group_ranks(group)
-        heads = self._read_heads(state, ranks, slots)
-        with self._blamed():
-            packet.check_agreement(heads)
-        sizes = [head.body_size for head in heads.values()]
-        needed = state.head_size + max(sizes)
-        sent_bytes = state.slot_size
-        if needed > state.slot_size:
-            body = prepared.payload[state.head_size :]
+        headers = self._read_headers(state, ranks, buffers)
+        with self._error_context():
+            packet.check_agreement(headers)
+        sizes = [header.body_size for header in headers.values()]
+        needed = state.header_size + max(sizes)
+        sent_bytes = state.padded_size
+        if needed > state.padded_size:
+            body = prepared.payload[state.header_size :]
             bodies, _ = start_round(body, max(sizes), group, async_op=False)
             sent_bytes += max(sizes)
         else:
-            bodies = slots[:, state.head_size :]
+            bodies = buffers[:, state.header_size :]
         for r, rank in enumerate(ranks):
-            with self._blamed(rank), self._timed():
-                encoded = packet.unpack_body(heads[rank], bodies[r, : sizes[r]])
+            with self._error_context(rank), self._timed():
+                encoded = packet.unpack_body(headers[rank], bodies[r, : sizes[r]])
                 own_shard = prepared.shard_bytes if r == group.rank() else None
                 self._decode(state, r, encoded, rows[r], own_shard)
         if self._verifies(state):
-            self._verify(ranks, group, heads, rows)
+            self._verify(ranks, group, headers, rows)
         state.sequence += 1
-        state.slot_size = state.head_size + max(
-            _size_if_unchanged(state.runs, head) for head in heads.values()
+        state.padded_size = state.header_size + max(
+            _size_if_unchanged(state.chunks, header) for header in headers.values()
         )
         if self.ledger is not None:
             others = group.size() - 1
             shard_bytes = prepared.shard_bytes.numel()
             self.ledger.add("all_gather", others * sent_bytes, others * shard_bytes)
-            num_values = sum(run.num_values for run in state.runs)
+            num_values = sum(chunk.num_values for chunk in state.chunks)
             self.ledger.record_gather(self.group, num_values, sent_bytes, prepared.changes)
 
-    def _read_heads(
-        self, state: GroupState, ranks: list[int], slots: Tensor
-    ) -> dict[int, packet.Head]:
-        data, num_runs = slots[:, : state.head_size].cpu().numpy(), len(state.runs)
-        heads = {}
-        for rank, row, slot in zip(ranks, data, slots, strict=True):
-            with self._blamed(rank):
-                head = row.tobytes()
-                if packet.num_runs_of(head) == num_runs:
-                    heads[rank] = packet.unpack_head(head, num_runs)
-                else:  # of other parameters or settings, which is for all heads to tell
-                    heads[rank], _ = packet.unpack(slot)
-        return heads
+    def _read_headers(
+        self, state: GroupState, ranks: list[int], buffers: Tensor
+    ) -> dict[int, packet.Header]:
+        data, num_chunks = buffers[:, : state.header_size].cpu().numpy(), len(state.chunks)
+        headers = {}
+        for rank, row, buffer in zip(ranks, data, buffers, strict=True):
+            with self._error_context(rank):
+                header = row.tobytes()
+                if packet.num_chunks_of(header) == num_chunks:
+                    headers[rank] = packet.unpack_header(header, num_chunks)
+                else:  # of other parameters or settings, which is for all headers to tell
+                    headers[rank], _ = packet.unpack(buffer)
+        return headers
 
     def _decode(
         self,
@@ -428,35 +435,37 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         row: Tensor,
         own_shard: Tensor | None,
     ) -> None:
-        """Decodes rank r's shard into ``row``, uint8, and replaces what is kept of it.
+        """Decodes rank r's shard into ``row``, uint8, and replaces what is cached of it.
 
         ``own_shard`` is given for this rank's own, which must fail where it fails elsewhere.
         """
-        keep = codec.receiver_keeps if own_shard is None else codec.sender_keeps
-        kept = state.kept.take(r)
-        for i, (run, one) in enumerate(zip(state.runs, encoded, strict=True)):
-            kept_of_run = kept[i]
-            if own_shard is not None and run.scheme.keeps_hashes and kept_of_run is not None:
-                kept_of_run = codec.receiver_keeps(run.bits(own_shard), run.scheme, run.layout)
+        keep = codec.receiver_cache if own_shard is None else codec.sender_cache
+        cached = state.cache.take(r)
+        for i, (chunk, one) in enumerate(zip(state.chunks, encoded, strict=True)):
+            cached_chunk = cached[i]
+            if own_shard is not None and chunk.scheme.caches_hashes and cached_chunk is not None:
+                cached_chunk = codec.receiver_cache(
+                    chunk.bits(own_shard), chunk.scheme, chunk.layout
+                )
             bits = codec.decode(
-                one, kept_of_run, run.num_values, run.scheme, run.layout, self.coder
+                one, cached_chunk, chunk.num_values, chunk.scheme, chunk.layout, self.coder
             )
-            row[run.start : run.stop] = bits.view(torch.uint8)
-            to_keep = keep(bits, run.scheme, run.layout)
-            if to_keep is not kept[i]:
-                state.kept.keep(r, i, to_keep)
+            row[chunk.start : chunk.stop] = bits.view(torch.uint8)
+            to_cache = keep(bits, chunk.scheme, chunk.layout)
+            if to_cache is not cached[i]:
+                state.cache.store(r, i, to_cache)
 
     def _verify(
         self,
         ranks: list[int],
         group: dist.ProcessGroup,
-        heads: dict[int, packet.Head],
+        headers: dict[int, packet.Header],
         rows: Tensor,
     ) -> None:
         """Compares checksums of all rows with those that the senders took before encoding."""
         differs = [
-            packet.checksum(row) != head.shard_checksum
-            for row, head in zip(rows, heads.values(), strict=True)
+            packet.checksum(row) != header.shard_checksum
+            for row, header in zip(rows, headers.values(), strict=True)
         ]
         wrong = torch.tensor(differs, dtype=torch.int32, device=rows.device)
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=group)
@@ -465,15 +474,15 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             self.ledger.add("all_gather", sent_bytes, plain_bytes=0)
         blamed = [rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong]
         if blamed:
-            with self._blamed(blamed[0]):
+            with self._error_context(blamed[0]):
                 raise errors.VerificationError(
                     "was not rebuilt as it was sent, on at least one rank: caches differ. Call "
                     "reset() of the handle on every rank, or restart from the last checkpoint"
                 )
 
-    def _blamed(self, rank: int | None = None) -> AbstractContextManager[None]:
+    def _error_context(self, rank: int | None = None) -> AbstractContextManager[None]:
         """Says in an error which gather, and whose payload, it is about."""
-        return errors.blamed(self._subject(rank))
+        return errors.error_context(self._subject(rank))
 
     def _subject(self, rank: int | None) -> str:
         names = self.group.names
@@ -481,16 +490,16 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         return gather if rank is None else f"{gather} the payload of rank {rank}"
 
 
-def _size_if_unchanged(runs: tuple[Run, ...], head: packet.Head) -> int:
+def _size_if_unchanged(chunks: tuple[Chunk, ...], header: packet.Header) -> int:
     """Bytes of the body of this rank's next payload if its shard does not change until then."""
     size = 0
-    for run, (form, sections) in zip(runs, head.runs, strict=True):
-        if run.scheme.treatment == "value":
+    for chunk, (form, sections) in zip(chunks, header.chunks, strict=True):
+        if chunk.scheme.compression == "delta":
             continue
-        if run.scheme.treatment == "exponent" and form != Form.RAW:
-            size += floats.sign_mantissa_bytes(run.num_values, run.layout)
-            if run.scheme.exponent_exchange == "blocks":
-                size += (-(-run.num_values // run.scheme.block_size) + 7) // 8
+        if chunk.scheme.compression == "exponent" and form != Form.RAW:
+            size += floats.sign_mantissa_bytes(chunk.num_values, chunk.layout)
+            if chunk.scheme.exponent_coding == "blocks":
+                size += (-(-chunk.num_values // chunk.scheme.block_size) + 7) // 8
         else:
             size += sum(sections)
     return size

@@ -2,7 +2,7 @@
 
     gather of A starts     finish of A                              gather of B starts
     A is fetched, unless   B is fetched; rank after rank A is       B is on its way, or there
-    it was foretold        decoded, copied out if changed, freed
+    it was predicted        decoded, copied out if changed, freed
 
 So the device holds the caches of two groups at most, and of those whose gathers are under way; the
 host holds all. All copies of a model take one side stream, in the order in which they were asked
@@ -87,15 +87,15 @@ def host_copies(device: torch.device, cache_device: str) -> HostCopies | None:
     return HostCopies(device, cuda.Stream(device) if device.type == "cuda" else None)
 
 
-class Kept:
-    """What is kept of a group's shards: for each rank and each run a tensor; ``None`` when cold.
+class ShardCache:
+    """What is cached of a group's shards: for each rank and each run a tensor; ``None`` when cold.
 
-    ``kept[rank]`` is what stays: tensors on the device or, with ``copies``, buffers in host memory,
-    which last until ``clear`` and are written over.
+    ``cached[rank]`` is what stays: tensors on the device or, with ``copies``, buffers in host
+    memory, which last until ``clear`` and are written over.
     """
 
-    def __init__(self, num_ranks: int, num_runs: int, copies: HostCopies | None = None) -> None:
-        self._rows: list[list[Tensor | None]] = [[None] * num_runs for _ in range(num_ranks)]
+    def __init__(self, num_ranks: int, num_chunks: int, copies: HostCopies | None = None) -> None:
+        self._rows: list[list[Tensor | None]] = [[None] * num_chunks for _ in range(num_ranks)]
         self._copies = copies
         self._arriving: dict[int, Arriving] = {}
 
@@ -130,56 +130,59 @@ class Kept:
         arriving = self._arriving.pop(rank, None) or self._copies.to_device(self._rows[rank])
         return self._copies.arrived(arriving)
 
-    def keep(self, rank: int, run: int, tensor: Tensor) -> None:
+    def store(self, rank: int, chunk: int, tensor: Tensor) -> None:
         """Keeps a tensor, in the place of one of the same shape if there is any."""
         row = self._rows[rank]
         if self._copies is not None:
             self._arriving.pop(rank, None)  # what was fetched meanwhile is out of date
-            row[run] = self._copies.to_host(tensor, row[run])
-        elif row[run] is None:
-            row[run] = tensor
+            row[chunk] = self._copies.to_host(tensor, row[chunk])
+        elif row[chunk] is None:
+            row[chunk] = tensor
         else:
-            row[run].copy_(tensor)  # in place: fresh memory would cost page faults
+            row[chunk].copy_(tensor)  # in place: fresh memory would cost page faults
 
     def leave(self) -> None:
         """Frees what was fetched and not taken."""
         self._arriving.clear()
 
     def clear(self) -> None:
-        """Drops all that is kept."""
+        """Drops all that is cached."""
         self.leave()
         self._rows = [[None] * len(row) for row in self._rows]
 
 
 @dataclass
-class Foresight:
+class Prefetcher:
     """Fetches for each gather, and then for the one that came next the last time that the same two
     gathers came one after the other, which tells forward from backward. A group that is gathered
     twice in a row is fetched when its gather starts.
     """
 
-    _next: dict[tuple[Kept | None, Kept | None], Kept] = field(default_factory=dict)
-    _last: tuple[Kept | None, Kept | None] = (None, None)
-    _foretold: Kept | None = None
+    _next: dict[tuple[ShardCache | None, ShardCache | None], ShardCache] = field(
+        default_factory=dict
+    )
+    _last: tuple[ShardCache | None, ShardCache | None] = (None, None)
+    _predicted: ShardCache | None = None
 
-    def starts(self, kept: Kept) -> None:
+    def starts(self, cached: ShardCache) -> None:
         """A gather is about to start: the link gives the time to fetch what it will need."""
-        if self._foretold is not None and self._foretold is not kept:
-            self._foretold.leave()
-        self._foretold = None
-        self._next[self._last] = kept
-        self._last = (self._last[1], kept)
-        kept.fetch()
+        if self._predicted is not None and self._predicted is not cached:
+            self._predicted.leave()
+        self._predicted = None
+        self._next[self._last] = cached
+        self._last = (self._last[1], cached)
+        cached.fetch()
 
-    def finishes(self, kept: Kept) -> None:
-        """A gather is about to be waited for. Only the last that started foretells the next one."""
-        if self._last[1] is kept and self._last in self._next:
-            self._foretold = self._next[self._last]
-            self._foretold.fetch()
+    def finishes(self, cached: ShardCache) -> None:
+        """A gather is about to be waited for. Only the last that started predicts the next one."""
+        if self._last[1] is cached and self._last in self._next:
+            self._predicted = self._next[self._last]
+            self._predicted.fetch()
 
     def forget(self) -> None:
-        """For groups whose ``Kept`` are replaced: what was learned holds on to the old ones."""
-        if self._foretold is not None:
-            self._foretold.leave()
+        """For groups whose ``ShardCache`` are replaced: what was learned holds on to the old
+        ones."""
+        if self._predicted is not None:
+            self._predicted.leave()
         self._next.clear()
-        self._last, self._foretold = (None, None), None
+        self._last, self._predicted = (None, None), None

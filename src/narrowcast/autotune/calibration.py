@@ -1,7 +1,7 @@
 """Measures, at the start of a run, what its links and coders cost.
 
 A link's cost is a line: seconds = latency + bytes * seconds a byte, fitted to the times of a spread
-of sizes. From it follows what a treatment saves (CIERA, section 3.2, where it is Comm), from the
+of sizes. From it follows what a compression saves (CIERA, section 3.2, where it is Comm), from the
 speeds of coders and hashes what it takes.
 
 All ranks of a process group end with the same numbers, those of the slowest, and how often they
@@ -26,7 +26,7 @@ from narrowcast import util
 from narrowcast.allgather import codec
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.errors import raise_alike
 from narrowcast.fsdp2 import ParamGroup, ShardedParam
 from narrowcast.util import aligned
@@ -45,7 +45,7 @@ _SAMPLE = 1 << 20  # bytes to encode
 _BLOCK_SIZE = 512  # values a block, of hashes
 _ANNOUNCED = 32  # sizes
 _TINY = 1 << 7  # bytes of a shard
-_WHOLE = 1 << 23  # bytes of the largest shard that is kept to be gathered again; W of them are
+_WHOLE = 1 << 23  # bytes of the largest shard that is cached to be gathered again; W of them are
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Links:
         ranks: global ranks of the group.
         all_gather: by the bytes of one rank's shard.
         reduce_scatter: the backend's own, of fp32, by the bytes of the shard that one rank gets.
-        swap: ``exchange`` and the agreement that ends a reduction, by the bytes of the payload for
-            each partner.
+        pairwise: ``exchange`` and the agreement that ends a reduction, by the bytes of the payload
+            for each partner.
         gather_overhead: seconds of a narrowed gather beyond the link's, however small it is.
         unchanged_per_byte: seconds a byte of the shard that one takes besides, if nothing has
             changed: what a rank does with whole shards, which no piece of one tells.
@@ -95,7 +95,7 @@ class Links:
     ranks: tuple[int, ...]
     all_gather: Curve
     reduce_scatter: Curve
-    swap: Curve
+    pairwise: Curve
     gather_overhead: float
     unchanged_per_byte: float
     announce: float
@@ -195,10 +195,10 @@ def calibrate(
         links |= {group.process_group.group_name: measured for group in same}
     pieces = _exponents(device)
     speeds = {name: _measure_coder(name, coder, pieces, together) for name, coder in coders.items()}
-    kept = pieces[0].clone()
-    hashing = _speed(lambda: codec.block_hashes(pieces[0], _BLOCK_SIZE), kept.numel(), together)
+    cached = pieces[0].clone()
+    hashing = _speed(lambda: codec.block_hashes(pieces[0], _BLOCK_SIZE), cached.numel(), together)
     comparing = _speed(
-        lambda: codec.changed_blocks(pieces[0], kept, _BLOCK_SIZE), kept.numel(), together
+        lambda: codec.changed_blocks(pieces[0], cached, _BLOCK_SIZE), cached.numel(), together
     )
     host = None
     if cache_device == "cpu" and device.type != "cpu":
@@ -275,7 +275,7 @@ def _measure_links(
 
         return reduce
 
-    def swap(nbytes: int) -> Callable[[], object]:
+    def pairwise(nbytes: int) -> Callable[[], object]:
         payload = _noise(nbytes, device)
 
         def exchange_and_agree() -> None:
@@ -300,7 +300,7 @@ def _measure_links(
         ranks=ranks,
         all_gather=gathering,
         reduce_scatter=curve(reduce_scatter, largest_fp32),
-        swap=curve(swap, largest_fp32),
+        pairwise=curve(pairwise, largest_fp32),
         gather_overhead=overhead,
         unchanged_per_byte=max(unchanged, 0.0) / whole,
         announce=announce,
@@ -356,10 +356,10 @@ class _OneShard:
 def _unchanged_gather(
     process_group: dist.ProcessGroup, nbytes: int, gathering: Curve, stopwatch: _Stopwatch
 ) -> float:
-    """Seconds that the gather of an unchanged ``value`` shard takes beyond that of its head."""
+    """Seconds that the gather of an unchanged ``delta`` shard takes beyond that of its header."""
     param = ShardedParam("weight", nbytes // torch.bfloat16.itemsize, torch.bfloat16)
     group = _OneShard(process_group, (param,), stopwatch.device)
-    comm = NarrowAllGather(group, {"weight": Scheme("value")}, find_coder("auto"))
+    comm = NarrowAllGather(group, {"weight": Scheme("delta")}, find_coder("auto"))
     shard = _noise(nbytes, stopwatch.device).view(torch.bfloat16)
     size = [process_group.size() * shard.numel()]
 
@@ -368,8 +368,8 @@ def _unchanged_gather(
 
     gather()  # the first sends all
     seconds, *_ = stopwatch.times(gather, _REPEATS)
-    head_size = comm.state_of(process_group).head_size
-    return max(seconds - gathering.seconds(head_size), 0.0)
+    header_size = comm.state_of(process_group).header_size
+    return max(seconds - gathering.seconds(header_size), 0.0)
 
 
 def _noise(nbytes: int, device: torch.device) -> Tensor:
@@ -385,7 +385,7 @@ def _exponents(device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)  # the job's own stays as it is
     values = torch.randn(_SAMPLE, generator=generator, device="cpu").to(device, torch.bfloat16)
     layout = floats.LAYOUTS[torch.bfloat16]
-    return list(floats.exponents(values.view(layout.bits), layout).split(MAX_RUN_VALUES))
+    return list(floats.exponents(values.view(layout.bits), layout).split(MAX_CHUNK_VALUES))
 
 
 def _measure_coder(
@@ -439,9 +439,9 @@ def table(calibration: Calibration) -> str:
     """What links cost, as latency and what each rank sends a second, by process group (its ranks),
     and how fast coders are."""
     measured = {links.ranks: links for links in calibration.links.values()}
-    rows = [["ranks", "all-gather", "reduce-scatter", "swap", "narrowed gather", "sizes"]]
+    rows = [["ranks", "all-gather", "reduce-scatter", "pairwise", "narrowed gather", "sizes"]]
     for ranks, links in measured.items():
-        curves = (links.all_gather, links.reduce_scatter, links.swap)
+        curves = (links.all_gather, links.reduce_scatter, links.pairwise)
         cells = [_describe(curve, len(ranks) - 1) for curve in curves]
         unchanged = f"{1e3 * 2**20 * links.unchanged_per_byte:.1f} ms/MiB"
         narrowed = f"+ {1e6 * links.gather_overhead:.0f} us + {unchanged}"

@@ -115,7 +115,7 @@ class ChangeRecorder:
 
     Args:
         block_size: values a block, beside ``BLOCK_SIZES``.
-        sample: at most so many values of a rank are kept for ``INTERVALS``, evenly spaced.
+        sample: at most so many values of a rank are cached for ``INTERVALS``, evenly spaced.
     """
 
     def __init__(
@@ -188,26 +188,27 @@ class ChangeRecorder:
 @torch.no_grad()
 def check_seconds(groups: Sequence[ParamGroup], block_size: int) -> dict[str, float]:
     """What it takes this rank to find the changed blocks of all its shards, nothing else going on:
-    by comparing with kept exponents, and by the paper's 128-bit hashes. The medians of repeats."""
+    by comparing with cached exponents, and by the paper's 128-bit hashes. The medians of
+    repeats."""
     checks = {
         "compare": codec.changed_blocks,
-        "hash": lambda exponents_N, kept, size: (codec.block_hashes(exponents_N, size) != kept).any(
-            dim=1
-        ),
+        "hash": lambda exponents_N, cached, size: (
+            codec.block_hashes(exponents_N, size) != cached
+        ).any(dim=1),
     }
     totals = {name: [0.0] * _REPEATS for name in checks}
     for g, p, layout in _shards(groups):
         group = groups[g]
         bits_N = group.piece(p, 0, group.numels[p]).view(layout.bits)
         exponents_N = floats.exponents(bits_N, layout)
-        kept = {"compare": exponents_N, "hash": codec.block_hashes(exponents_N, block_size)}
+        cached = {"compare": exponents_N, "hash": codec.block_hashes(exponents_N, block_size)}
         for name, check in checks.items():
             check(
-                floats.exponents(bits_N, layout), kept[name], block_size
+                floats.exponents(bits_N, layout), cached[name], block_size
             )  # the first takes longer
             for i in range(_REPEATS):
                 start = util.now(bits_N.device)
-                check(floats.exponents(bits_N, layout), kept[name], block_size)
+                check(floats.exponents(bits_N, layout), cached[name], block_size)
                 totals[name][i] += util.now(bits_N.device) - start
     return {name: statistics.median(seconds) for name, seconds in totals.items()}
 

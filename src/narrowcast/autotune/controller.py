@@ -1,11 +1,11 @@
-"""Chooses how the shards of a training run are treated, and looks at the choice again.
+"""Chooses how the shards of a training run are compressed, and looks at the choice again.
 
     step 1 .. warmup_steps      plain FSDP2; shards are watched
     step warmup_steps           the choice: by gain, within the budget of caches
     every reselect_interval     another look, by what was watched in the warmup_steps before
 
 One rank solves for all ranks that hold the same parameters, by numbers summed over all ranks, and
-the others take its choice: every rank makes the same one. A treatment is changed when that gains
+the others take its choice: every rank makes the same one. A compression is changed when that gains
 more until the next look than the cold cache costs.
 """
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune import calibration, cost_model, solver
 from narrowcast.autotune import gradients as gradient_gain
-from narrowcast.autotune.gradients import GradientWatch, Reduction
-from narrowcast.autotune.sampling import ALL, TREATMENTS, Observer, Seen, sum_over_ranks
+from narrowcast.autotune.gradients import GradientSampler, Reduction
+from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Sampler, SampleStats, sum_over_ranks
 from narrowcast.autotune.solver import Strategy
 from narrowcast.errors import Job, SettingsError
 from narrowcast.fsdp2 import ParamGroup
@@ -63,7 +63,7 @@ class Rules:
 
 
 class Controller:
-    """Owns the treatments of a model's ``comms``. Every rank of the job makes one alike.
+    """Owns the compressions of a model's ``comms``. Every rank of the job makes one alike.
 
     Attributes:
         step: steps of the optimizer so far; the owner may set it where training was resumed.
@@ -72,14 +72,14 @@ class Controller:
         problem: what there was to choose from.
         reductions: what the gradients of each parameter group cost; empty where they are not
             counted.
-        changed: changes of a shard's treatment after the first choice.
+        changed: changes of a shard's compression after the first choice.
         watching: share of the time that went into looking at shards, before the last look.
-        observer: that looks at them.
+        sampler: that looks at them.
 
     Args:
         comms: of all parameter groups, gathered by plain FSDP2 at first.
-        names: of the parameters to treat.
-        observer: watches the same groups.
+        names: of the parameters to compress.
+        sampler: watches the same groups.
         job: the ranks that choose together.
     """
 
@@ -87,22 +87,22 @@ class Controller:
         self,
         comms: list[NarrowAllGather],
         names: set[str],
-        observer: Observer,
+        sampler: Sampler,
         rules: Rules,
         ledger: Ledger | None,
         cache_device: str,
         job: Job,
     ) -> None:
-        self._comms, self._names, self.observer, self._job = comms, names, observer, job
-        self._rules, self._ledger, self._scheme = rules, ledger, observer.scheme
+        self._comms, self._names, self.sampler, self._job = comms, names, sampler, job
+        self._rules, self._ledger, self._scheme = rules, ledger, sampler.scheme
         groups = [comm.group for comm in comms]
         self._device = groups[0].device
         self._labels = _labels(groups)
         self.calibration = calibration.calibrate(groups, CODERS, cache_device=cache_device)
-        coder = next(name for name, coder in CODERS.items() if coder == observer.coder)
+        coder = next(name for name, coder in CODERS.items() if coder == sampler.coder)
         self._hidden = self.calibration.coders[coder].hidden
-        self._gradients = GradientWatch(
-            dict(zip(self._labels, groups, strict=True)), observer.coder, job.group
+        self._gradients = GradientSampler(
+            dict(zip(self._labels, groups, strict=True)), sampler.coder, job.group
         )
         if ledger is not None:
             ledger.on_gradients = self._gradients
@@ -112,9 +112,9 @@ class Controller:
         self._steps = 0
         self._late = 0
         self._steps_since_look = 0
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, SampleStats] = {}
         self.problem: list[solver.Group] = []
-        self._timed = Seen()
+        self._timed = SampleStats()
         self._coding_scale, self._coded = 1.0, 0.0
         self._link_scales: dict[str, float] = {}
         self.reductions: list[Reduction] = []
@@ -137,11 +137,11 @@ class Controller:
         if watches or until_look == 0:
             self._come_together()
         if watches:
-            self._count(self.observer.after_step())
-            if self.observer.pieces_a_step:
-                self._gradients.make_room(_OF_GRADIENTS * self.observer.pieces_a_step)
+            self._count(self.sampler.after_step())
+            if self.sampler.pieces_a_step:
+                self._gradients.make_room(_OF_GRADIENTS * self.sampler.pieces_a_step)
         else:
-            self.observer.pause()
+            self.sampler.pause()
         if until_look is None:
             for comm in self._comms:
                 comm.plain_seconds.clear()
@@ -165,13 +165,13 @@ class Controller:
         """For a dashboard; the same on all ranks that hold the same parameters."""
         if self.choice is None:
             return {}
-        values = Counter(dict.fromkeys(TREATMENTS, 0))
+        values = Counter(dict.fromkeys(COMPRESSIONS, 0))
         for group in self.problem:
-            chosen = self.choice.treatments.get(group.name, {})
+            chosen = self.choice.compressions.get(group.name, {})
             for shard in group.shards:
-                values[chosen.get(shard.name, "raw")] += shard.values
+                values[chosen.get(shard.name, "none")] += shard.values
         total = max(sum(values.values()), 1)
-        scalars = {f"share/{treatment}": count / total for treatment, count in values.items()}
+        scalars = {f"share/{compression}": count / total for compression, count in values.items()}
         scalars |= {
             "plain_seconds": self.choice.plain_seconds,
             "predicted_seconds": self.choice.seconds,
@@ -240,9 +240,9 @@ class Controller:
             counted[kind] = counted.get(kind, Changes()) + changes[name]
 
     def _look(self) -> None:
-        seen = sum_over_ranks(self.observer.seen, self._all_names, self._device, self._job.group)
+        seen = sum_over_ranks(self.sampler.seen, self._all_names, self._device, self._job.group)
         self.watching = self._watching()
-        self.observer.clear()
+        self.sampler.clear()
         self._gradients.spent = 0.0
         timed, self._timed = self._timed, seen[ALL]
         self._seen |= {name: one for name, one in seen.items() if one.changes.values}
@@ -268,7 +268,7 @@ class Controller:
             comm.plain_seconds.clear()
         self._steps_since_look = 0
         if isinstance(solved, str):
-            logger.warning("narrowcast: treatments stay as they are: %s", solved)
+            logger.warning("narrowcast: compressions stay as they are: %s", solved)
             return
         before = self._chosen()
         self.problem, self.choice = solved
@@ -292,7 +292,7 @@ class Controller:
         return found
 
     def _solve(self) -> tuple[list[solver.Group], solver.Choice] | str:
-        """The choice, or why there is none: then treatments stay as they are."""
+        """The choice, or why there is none: then compressions stay as they are."""
         try:
             self._rescale()
             problem = self._make_problem(self._coding_scale)
@@ -320,10 +320,10 @@ class Controller:
                     hidden=self._hidden,
                     host=_host_link(self.calibration.host),
                     announce=links.announce / sharing[comm.group.process_group.group_name],
-                    treatments={
-                        name: scheme.treatment for name, scheme in (comm.schemes or {}).items()
+                    compressions={
+                        name: scheme.compression for name, scheme in (comm.schemes or {}).items()
                     },
-                    treatable=frozenset(self._names),
+                    compressible=frozenset(self._names),
                 )
             )
         horizon = self._rules.reselect_interval or _FOR_GOOD
@@ -331,8 +331,8 @@ class Controller:
 
     def _watching(self) -> float:
         """Of the rank that it takes longest."""
-        spent = self.observer.spent + self._gradients.spent
-        share = spent / max(self.observer.elapsed, 1e-9)
+        spent = self.sampler.spent + self._gradients.spent
+        share = spent / max(self.sampler.elapsed, 1e-9)
         longest = torch.tensor([share], dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._job.group)
         return longest.item()
@@ -357,7 +357,7 @@ class Controller:
             if comm.schemes is None:
                 continue
             for shard in group.shards:
-                option = shard.options[comm.schemes[shard.name].treatment]
+                option = shard.options[comm.schemes[shard.name].compression]
                 predicted += option.hashing + option.encoding + option.decoding
             # Heads are packed and read in what is timed as coding.
             num_gathers = sum(comm.gathers.values()) / self._steps_since_look
@@ -399,7 +399,7 @@ class Controller:
 
     def _chosen(self) -> dict[str, str]:
         """By parameter; ``plain`` where its group is."""
-        by_group = self.choice.treatments if self.choice is not None else {}
+        by_group = self.choice.compressions if self.choice is not None else {}
         return {
             name: by_group.get(label, {}).get(name, "plain")
             for label, comm in zip(self._labels, self._comms, strict=True)
@@ -408,15 +408,15 @@ class Controller:
 
     def _apply(self) -> None:
         for label, comm in zip(self._labels, self._comms, strict=True):
-            chosen = self.choice.treatments.get(label)
+            chosen = self.choice.compressions.get(label)
             schemes = None
             if chosen is not None:
                 schemes = {
-                    name: replace(self._scheme, treatment=treatment)
-                    for name, treatment in chosen.items()
+                    name: replace(self._scheme, compression=compression)
+                    for name, compression in chosen.items()
                 }
             if schemes != comm.schemes:
-                comm.treat(schemes)
+                comm.change_schemes(schemes)
 
     def _tell(self, first: bool, changed: dict[str, tuple[str, str]]) -> None:
         if first:

@@ -1,4 +1,4 @@
-"""What each treatment of each shard costs a step, in seconds (CIERA, section 3.2).
+"""What each compression of each shard costs a step, in seconds (CIERA, section 3.2).
 
     gain = Comm(S) - [Comm(payload) + T_hash + T_encode + T_decode]
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune.calibration import Links
-from narrowcast.autotune.sampling import ALL, TREATMENTS, Cost, Seen
+from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
 from narrowcast.autotune.solver import Group, Option, Shard
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import shard_type
 from narrowcast.wire import floats, packet
@@ -38,8 +38,8 @@ class Gathered:
         host: seconds a byte to bring a cache from host memory, and back to it. Counted in full,
             since it has not been measured how much of it fetching ahead hides.
         announce: seconds a step to announce the sizes of the group's payloads.
-        treatments: in force, by parameter; empty where the group is gathered as by plain FSDP2.
-        treatable: names of the parameters that may be treated.
+        compressions: in force, by parameter; empty where the group is gathered as by plain FSDP2.
+        compressible: names of the parameters that may be compressed.
     """
 
     label: str
@@ -49,13 +49,13 @@ class Gathered:
     hidden: float
     host: tuple[float, float]
     announce: float
-    treatments: Mapping[str, str]
-    treatable: frozenset[str]
+    compressions: Mapping[str, str]
+    compressible: frozenset[str]
 
 
 def problem(
     groups: Sequence[Gathered],
-    seen: Mapping[str, Seen],
+    seen: Mapping[str, SampleStats],
     scheme: Scheme,
     horizon: int,
     coding_scale: float = 1.0,
@@ -64,7 +64,7 @@ def problem(
 
     Args:
         seen: by parameter. One that was not seen goes by the mean of its kind, or of all.
-        scheme: how exponents are exchanged; its treatment does not matter.
+        scheme: how exponents are exchanged; its compression does not matter.
         horizon: steps until the choice is looked at again: those in which a cold cache must pay.
         coding_scale: times measured in training over those of the pieces that were looked at.
     """
@@ -72,38 +72,38 @@ def problem(
     return [_group(group, means, scheme, horizon, coding_scale) for group in groups]
 
 
-def _means(groups: Sequence[Gathered], seen: Mapping[str, Seen]) -> dict[str, Seen]:
+def _means(groups: Sequence[Gathered], seen: Mapping[str, SampleStats]) -> dict[str, SampleStats]:
     """What was seen of every parameter, or of its kind, or else of all. Times are those of all: the
     time of one piece says more of what else the machine did than of the shard."""
-    of_kind: dict[str, Seen] = {}
-    of_all = Seen()
+    of_kind: dict[str, SampleStats] = {}
+    of_all = SampleStats()
     names = [param.name for group in groups for param in group.params]
     for name in names:
-        one = seen.get(name, Seen())
-        of_kind[shard_type(name)] = of_kind.get(shard_type(name), Seen()) + one
+        one = seen.get(name, SampleStats())
+        of_kind[shard_type(name)] = of_kind.get(shard_type(name), SampleStats()) + one
         of_all += one
     timed = seen.get(ALL, of_all)
     means = {}
     for name in names:
-        choices = (seen.get(name, Seen()), of_kind[shard_type(name)], of_all)
-        one = next((one for one in choices if one.changes.values), Seen())
+        choices = (seen.get(name, SampleStats()), of_kind[shard_type(name)], of_all)
+        one = next((one for one in choices if one.changes.values), SampleStats())
         means[name] = one.at_the_speed_of(timed)
     return means
 
 
 def _group(
     group: Gathered,
-    means: Mapping[str, Seen],
+    means: Mapping[str, SampleStats],
     scheme: Scheme,
     horizon: int,
     coding_scale: float,
 ) -> Group:
     curve = group.links.all_gather
     num_gathers = sum(group.times.values())
-    num_runs = -(-sum(param.numel for param in group.params) // MAX_RUN_VALUES)
-    head_bytes = packet.head_size(num_runs)
+    num_chunks = -(-sum(param.numel for param in group.params) // MAX_CHUNK_VALUES)
+    header_bytes = packet.header_size(num_chunks)
     overhead = num_gathers * (
-        curve.latency + group.links.gather_overhead + head_bytes * curve.seconds_per_byte
+        curve.latency + group.links.gather_overhead + header_bytes * curve.seconds_per_byte
     )
     return Group(
         name=group.label,
@@ -113,14 +113,14 @@ def _group(
         ),
         plain_latency=num_gathers * curve.latency,
         overhead=overhead + group.announce,
-        in_force=bool(group.treatments),
+        is_current=bool(group.compressions),
     )
 
 
 def _shard(
     group: Gathered,
     index: int,
-    means: Mapping[str, Seen],
+    means: Mapping[str, SampleStats],
     scheme: Scheme,
     horizon: int,
     coding_scale: float,
@@ -128,25 +128,25 @@ def _shard(
     param = group.params[index]
     numel = param.numel
     codes = param.dtype in floats.LAYOUTS
-    may_be_treated = param.name in group.treatable
+    may_be_compressed = param.name in group.compressible
     options = {}
-    for treatment in TREATMENTS if codes else ("raw",):
-        cost = means[param.name].a_value(treatment) if codes else Cost()
-        if treatment == "raw":
+    for compression in COMPRESSIONS if codes else ("none",):
+        cost = means[param.name].a_value(compression) if codes else Cost()
+        if compression == "none":
             itemsize = param.dtype.itemsize  # whatever was seen
             cost = replace(cost, first_bytes=itemsize, later_bytes=itemsize)
-        elif not (may_be_treated and means[param.name].changes.values):
+        elif not (may_be_compressed and means[param.name].changes.values):
             continue
-        options[treatment] = _option(
-            group, numel, param, treatment, cost, means[param.name], scheme, horizon, coding_scale
+        options[compression] = _option(
+            group, numel, param, compression, cost, means[param.name], scheme, horizon, coding_scale
         )
-    in_force = options.get(group.treatments.get(param.name, ""))
-    if in_force is not None:
+    is_current = options.get(group.compressions.get(param.name, ""))
+    if is_current is not None:
         options = {
-            treatment: option
-            if option is in_force
-            else replace(option, switching=option.switching + _NOISE * in_force.steady)
-            for treatment, option in options.items()
+            compression: option
+            if option is is_current
+            else replace(option, switching=option.switching + _NOISE * is_current.steady)
+            for compression, option in options.items()
         }
     plain = sum(
         times * group.links.all_gather.seconds_per_byte * _scaled(group, numel, site)
@@ -175,9 +175,9 @@ def _option(
     group: Gathered,
     numel: int,
     param: ShardedParam,
-    treatment: str,
+    compression: str,
     cost: Cost,
-    seen: Seen,
+    seen: SampleStats,
     scheme: Scheme,
     horizon: int,
     coding_scale: float,
@@ -185,7 +185,7 @@ def _option(
     link = hashing = encoding = decoding = cold = hosted = 0.0
     from_host, to_host = group.host
     cache_bytes = 0
-    coded = seen.a_value("coded")
+    coded = seen.a_value("entropy")
     per_byte = group.links.all_gather.seconds_per_byte
     for site, times in group.times.items():
         world_size, values = site[0], _scaled(group, numel, site)
@@ -196,7 +196,7 @@ def _option(
         decoding += world_size * values * (cost.first_decoding + later * cost.later_decoding)
         decoding += times * values * _beyond_pieces(group, param, seen, world_size)
         cold += per_byte * values * (coded.first_bytes - cost.first_bytes)
-        cache_at_site = _cache_bytes(treatment, world_size, values, param, scheme)
+        cache_at_site = _cache_bytes(compression, world_size, values, param, scheme)
         hosted += cache_at_site * (times * from_host + to_host)
         cache_bytes += cache_at_site
     return Option(
@@ -206,44 +206,46 @@ def _option(
         decoding=decoding * coding_scale,
         fetching=hosted,
         switching=max(cold, 0.0) / horizon
-        if _starts_cold(treatment, group, param, scheme)
+        if _starts_cold(compression, group, param, scheme)
         else 0.0,
         bits=8 * cost.first_bytes,
         cache_bytes=cache_bytes,
     )
 
 
-def _beyond_pieces(group: Gathered, param: ShardedParam, seen: Seen, world_size: int) -> float:
+def _beyond_pieces(
+    group: Gathered, param: ShardedParam, seen: SampleStats, world_size: int
+) -> float:
     """Seconds a value that narrowed gathers of whole shards take beyond those of their pieces."""
     of_a_rank = group.links.unchanged_per_byte / len(group.links.ranks)
     whole = of_a_rank * world_size * param.dtype.itemsize
-    pieces = seen.a_value("value")
+    pieces = seen.a_value("delta")
     return max(whole - pieces.later_encoding - world_size * pieces.later_decoding, 0.0)
 
 
 def _cache_bytes(
-    treatment: str, world_size: int, values: float, param: ShardedParam, scheme: Scheme
+    compression: str, world_size: int, values: float, param: ShardedParam, scheme: Scheme
 ) -> int:
     """The paper's (W - 1) shards, and what the sender keeps of its own. As ``comm`` keeps it."""
     values = round(values)
-    if treatment == "value":
+    if compression == "delta":
         return world_size * values * param.dtype.itemsize
-    if treatment != "exponent":
+    if compression != "exponent":
         return 0
-    if scheme.exponent_exchange == "blocks" and scheme.block_check == "hash":
+    if scheme.exponent_coding == "blocks" and scheme.block_check == "hash":
         return (world_size - 1) * values + 16 * -(-values // scheme.block_size)
     return world_size * values
 
 
-def _starts_cold(treatment: str, group: Gathered, param: ShardedParam, scheme: Scheme) -> bool:
-    """Whether the treatment would find nothing kept. Exponents can be made of kept values."""
-    before = group.treatments.get(param.name)
-    makes_exponents = not replace(scheme, treatment="exponent").keeps_hashes
+def _starts_cold(compression: str, group: Gathered, param: ShardedParam, scheme: Scheme) -> bool:
+    """Whether the compression would find nothing cached. Exponents can be made of cached values."""
+    before = group.compressions.get(param.name)
+    makes_exponents = not replace(scheme, compression="exponent").caches_hashes
     keeps = {
-        "value": ("value",),
-        "exponent": ("value", "exponent") if makes_exponents else ("exponent",),
+        "delta": ("delta",),
+        "exponent": ("delta", "exponent") if makes_exponents else ("exponent",),
     }
-    return treatment in keeps and before not in keeps[treatment]
+    return compression in keeps and before not in keeps[compression]
 
 
 def merged_times(counts: Counter[tuple[str, int, int]]) -> dict[tuple[int, int], float]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from narrowcast import util
 from narrowcast.autotune.calibration import Links
 from narrowcast.autotune.solver import MARGIN
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.reducescatter import codec
 from narrowcast.util import Summable, aligned
@@ -24,7 +24,7 @@ from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
 
 
-def pays(plain: float, coded: float) -> bool:
+def is_worthwhile(plain: float, coded: float) -> bool:
     """Whether coded reductions are enough faster than plain ones."""
     return coded < (1 - MARGIN) * plain
 
@@ -47,12 +47,12 @@ class Reduction:
     bits: float
 
     @property
-    def pays(self) -> bool:
-        return pays(self.plain, self.coded)
+    def is_worthwhile(self) -> bool:
+        return is_worthwhile(self.plain, self.coded)
 
 
 @dataclass(frozen=True)
-class _Looked(Summable):
+class _GradientStats(Summable):
     """Sums over the pieces of a group's gradients: values, bytes coded, and seconds."""
 
     values: float = 0.0
@@ -62,7 +62,7 @@ class _Looked(Summable):
     adding: float = 0.0
 
 
-class GradientWatch:
+class GradientSampler:
     """Looks at pieces of gradients as they are reduced, one group after the other.
 
     Attributes:
@@ -86,8 +86,8 @@ class GradientWatch:
         self._looks: Counter[str] = Counter()
         self.spent = 0.0
         self._due: float | None = None  # pieces; none before there is room
-        self._looked: dict[str, _Looked] = {}
-        self._known: dict[str, _Looked] = {}  # over all ranks, when each was last looked at
+        self._looked: dict[str, _GradientStats] = {}
+        self._known: dict[str, _GradientStats] = {}  # over all ranks, when each was last looked at
         # Reductions, by label, elements a rank gets, and bytes of one.
         self._reductions: Counter[tuple[str, int, int]] = Counter()
 
@@ -106,9 +106,11 @@ class GradientWatch:
             self._looks[label] += 1
             start = time.perf_counter()
             others_row = (dist.get_rank(group.process_group) + 1) % len(rows_WN)
-            piece = rows_WN[others_row, :MAX_RUN_VALUES]
+            piece = rows_WN[others_row, :MAX_CHUNK_VALUES]
             if piece.numel():
-                self._looked[label] = self._looked.get(label, _Looked()) + _look(piece, self._coder)
+                self._looked[label] = self._looked.get(label, _GradientStats()) + _look(
+                    piece, self._coder
+                )
             self.spent += time.perf_counter() - start
 
     def _is_next(self, label: str) -> bool:
@@ -125,14 +127,17 @@ class GradientWatch:
 
         Every rank must call it, with the same ``all_labels``.
         """
-        rows = [astuple(self._looked.get(label, _Looked())) for label in all_labels]
-        sums = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, len(fields(_Looked)))
+        rows = [astuple(self._looked.get(label, _GradientStats())) for label in all_labels]
+        sums = torch.tensor(rows, dtype=torch.float64, device=device).view(
+            -1, len(fields(_GradientStats))
+        )
         dist.all_reduce(sums, group=self._job)
         looked = {
-            label: _Looked(*row) for label, row in zip(all_labels, sums.tolist(), strict=True)
+            label: _GradientStats(*row)
+            for label, row in zip(all_labels, sums.tolist(), strict=True)
         }
         self._known |= {label: one for label, one in looked.items() if one.values}
-        of_all = sum(self._known.values(), _Looked())
+        of_all = sum(self._known.values(), _GradientStats())
         found = []
         for label in self._groups:
             seen = self._known.get(label, of_all)
@@ -142,7 +147,7 @@ class GradientWatch:
         self._reductions.clear()
         return found
 
-    def _reduction(self, label: str, seen: _Looked, links: Links, steps: int) -> Reduction:
+    def _reduction(self, label: str, seen: _GradientStats, links: Links, steps: int) -> Reduction:
         world_size = len(links.ranks)
         plain = raw = coded = 0.0
         for (of_label, numel, itemsize), count in self._reductions.items():
@@ -153,16 +158,16 @@ class GradientWatch:
             adding = world_size * a_value * seen.adding
             coding = (world_size - 1) * a_value * (seen.encoding + seen.decoding)
             plain += times * links.reduce_scatter.seconds(itemsize * numel)
-            raw += times * (links.swap.seconds(itemsize * numel) + adding)
-            coded += times * (links.swap.seconds(a_value * seen.coded_bytes) + adding + coding)
+            raw += times * (links.pairwise.seconds(itemsize * numel) + adding)
+            coded += times * (links.pairwise.seconds(a_value * seen.coded_bytes) + adding + coding)
         return Reduction(label, plain, raw, coded, 8 * seen.coded_bytes / seen.values)
 
 
-def _look(values_N: Tensor, coder: Coder) -> _Looked:
+def _look(values_N: Tensor, coder: Coder) -> _GradientStats:
     """As ``NarrowReduceScatter`` codes it: memory that is written over was written before."""
     target_N, sum_N = values_N.clone(), values_N.clone()
     start = util.now(values_N.device)
-    encoded = codec.encode(values_N, "coded", coder)
+    encoded = codec.encode(values_N, "entropy", coder)
     payload = packet.pack(
         [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=values_N.device
     )
@@ -173,7 +178,7 @@ def _look(values_N: Tensor, coder: Coder) -> _Looked:
     decoding = util.now(values_N.device)
     sum_N.add_(target_N)
     added = util.now(values_N.device)
-    return _Looked(
+    return _GradientStats(
         values_N.numel(), encoded.size, encoding - start, decoding - encoding, added - decoding
     )
 
@@ -183,12 +188,12 @@ def table(reductions: Sequence[Reduction]) -> str:
     rows = [["gradients of", "bits", "plain ms", "raw ms", "coded ms", "coded pays"]]
     for one in reductions:
         times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.raw, one.coded))
-        rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.pays else "no"])
+        rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.is_worthwhile else "no"])
     plain = sum(one.plain for one in reductions)
     coded = sum(one.coded for one in reductions)
     verdict = (
         "a coded reduce-scatter pays on this link: [narrowcast.reduce_scatter] enable = true"
-        if pays(plain, coded)
+        if is_worthwhile(plain, coded)
         else "a coded reduce-scatter does not pay on this link"
     )
     return (

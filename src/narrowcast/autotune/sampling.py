@@ -1,4 +1,4 @@
-"""Watches the shards of a training run: how much of them changes, and what each treatment costs.
+"""Watches the shards of a training run: how much of them changes, and what each compression costs.
 
     step s      optimizer | some pieces of shards are copied
     step s + 1  optimizer | the same pieces are compared, encoded and decoded; others are copied
@@ -19,25 +19,25 @@ from torch import Tensor
 
 from narrowcast import util
 from narrowcast.allgather import codec
-from narrowcast.allgather.codec import BlockCheck, ExponentExchange, Scheme
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.allgather.codec import BlockCheck, ExponentCoding, Scheme
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.telemetry.changes import Changes, count_changes
 from narrowcast.util import Summable
 from narrowcast.wire import floats, packet
 from narrowcast.wire.coders import Coder
-from narrowcast.wire.exchange import in_slot
+from narrowcast.wire.exchange import padded
 from narrowcast.wire.floats import FloatLayout
 
-TREATMENTS = ("value", "exponent", "coded", "raw")
+COMPRESSIONS = ("delta", "exponent", "entropy", "none")
 SHARE = 0.012  # of a step; with copies and gradients it stays below 2 %
 ALL = ""  # in the place of a parameter's name: the long pieces of any
 
 
 @dataclass(frozen=True)
 class Cost(Summable):
-    """What a treatment takes of the pieces of a shard, summed: in the first gather after a step of
-    the optimizer, and in a later one. Bytes, and seconds of one rank for one rank's shard."""
+    """What a compression takes of the pieces of a shard, summed: in the first gather after a step
+    of the optimizer, and in a later one. Bytes, and seconds of one rank for one rank's shard."""
 
     first_bytes: float = 0.0
     later_bytes: float = 0.0
@@ -53,21 +53,21 @@ class Cost(Summable):
 
 
 @dataclass(frozen=True)
-class Seen:
+class SampleStats:
     """Sums over the pieces of a shard that were looked at; ``changes.values`` is their size."""
 
     changes: Changes = field(default_factory=Changes)
-    costs: tuple[Cost, ...] = (Cost(),) * len(TREATMENTS)
+    costs: tuple[Cost, ...] = (Cost(),) * len(COMPRESSIONS)
 
-    def __add__(self, other: "Seen") -> "Seen":
+    def __add__(self, other: "SampleStats") -> "SampleStats":
         costs = tuple(a + b for a, b in zip(self.costs, other.costs, strict=True))
-        return Seen(self.changes + other.changes, costs)
+        return SampleStats(self.changes + other.changes, costs)
 
-    def a_value(self, treatment: str) -> Cost:
+    def a_value(self, compression: str) -> Cost:
         """The mean of a value."""
-        return self.costs[TREATMENTS.index(treatment)].scaled(1 / max(self.changes.values, 1))
+        return self.costs[COMPRESSIONS.index(compression)].scaled(1 / max(self.changes.values, 1))
 
-    def at_the_speed_of(self, other: "Seen") -> "Seen":
+    def at_the_speed_of(self, other: "SampleStats") -> "SampleStats":
         """With the seconds a value of another, and its own bytes."""
         share = self.changes.values / max(other.changes.values, 1)
         costs = tuple(
@@ -76,21 +76,21 @@ class Seen:
             )
             for ours, theirs in zip(self.costs, other.costs, strict=True)
         )
-        return Seen(self.changes, costs)
+        return SampleStats(self.changes, costs)
 
     def to_numbers(self) -> list[float]:
         parts = (self.changes, *self.costs)
         return [float(getattr(part, f.name)) for part in parts for f in fields(part)]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> "Seen":
+    def from_numbers(cls, numbers: Sequence[float]) -> "SampleStats":
         counts, width = len(fields(Changes)), len(fields(Cost))
         rest = numbers[counts:]
         costs = [Cost(*rest[i : i + width]) for i in range(0, len(rest), width)]
         return cls(Changes(*map(round, numbers[:counts])), tuple(costs))
 
 
-NUM_NUMBERS = len(Seen().to_numbers())
+NUM_NUMBERS = len(SampleStats().to_numbers())
 
 
 def examine(
@@ -100,25 +100,25 @@ def examine(
     scheme: Scheme,
     coder: Coder,
     counts: bool = True,
-) -> Seen:
+) -> SampleStats:
     """Looks at a piece of a shard as it was before a step of the optimizer, and as it is after.
 
     Args:
         old_N, new_N: as integers of ``layout.bits``.
-        scheme: how exponents are exchanged; its treatment does not matter.
+        scheme: how exponents are exchanged; its compression does not matter.
         counts: whether gathers count what changed, as with a ledger.
     """
     changes = count_changes(new_N, old_N, layout, scheme.block_size)
     costs = []
-    for treatment in TREATMENTS:
-        passage = _Passage(replace(scheme, treatment=treatment), layout, coder, counts)
+    for compression in COMPRESSIONS:
+        passage = _Passage(replace(scheme, compression=compression), layout, coder, counts)
         first = passage.gather(old_N, new_N, is_first=True)
-        later = replace(first, preparing=0.0)  # of coded and raw shards nothing is kept
-        if treatment in ("value", "exponent"):
+        later = replace(first, preparing=0.0)  # of coded and raw shards nothing is cached
+        if compression in ("delta", "exponent"):
             later = passage.gather(new_N, new_N, is_first=False)
         pairs = zip(first.cost, later.cost, strict=True)
         costs.append(Cost(*(number for pair in pairs for number in pair)))
-    return Seen(changes, tuple(costs))
+    return SampleStats(changes, tuple(costs))
 
 
 @dataclass(frozen=True)
@@ -154,53 +154,53 @@ class _Passage:
         """Of ``new_N``, where ``before_N`` was gathered before."""
         scheme, layout, device = self.scheme, self.layout, new_N.device
         before_N = before_N.clone()
-        kept = codec.sender_keeps(before_N, scheme, layout)
-        kept_N = codec.receiver_keeps(before_N, scheme, layout)
+        cached = codec.sender_cache(before_N, scheme, layout)
+        cached_N = codec.receiver_cache(before_N, scheme, layout)
         row_N = torch.empty_like(new_N)
         shard_N, preparing = new_N, 0.0
         if is_first:
             start = util.now(device)
-            shard_N = self._prepared(new_N, kept)
+            shard_N = self._prepared(new_N, cached)
             preparing = util.now(device) - start
-        hashing = self._hashing(shard_N, kept)
+        hashing = self._hashing(shard_N, cached)
         start = util.now(device)
-        encoded = codec.encode(shard_N, kept, scheme, layout, self.coder)
+        encoded = codec.encode(shard_N, cached, scheme, layout, self.coder)
         payload = packet.pack(
             [encoded], coder=self.coder, settings=0, sequence=0, shard_checksum=0, device=device
         )
-        slot = in_slot(payload, payload.numel())
+        buffer = padded(payload, payload.numel())
         encoding = max(util.now(device) - start - hashing, 0.0)
         start = util.now(device)
-        (arrived,) = packet.unpack_body(*packet.unpack(slot))
-        bits_N = codec.decode(arrived, kept_N, new_N.numel(), scheme, layout, self.coder)
+        (arrived,) = packet.unpack_body(*packet.unpack(buffer))
+        bits_N = codec.decode(arrived, cached_N, new_N.numel(), scheme, layout, self.coder)
         row_N.copy_(bits_N)
-        to_keep = codec.receiver_keeps(bits_N, scheme, layout)
-        if to_keep is not kept_N:
-            kept_N.copy_(to_keep)
+        to_cache = codec.receiver_cache(bits_N, scheme, layout)
+        if to_cache is not cached_N:
+            cached_N.copy_(to_cache)
         decoding = util.now(device) - start
-        if scheme.keeps_hashes:  # of what it has sent, when it decodes its own
-            hashing += self._hashing(shard_N, kept)
+        if scheme.caches_hashes:  # of what it has sent, when it decodes its own
+            hashing += self._hashing(shard_N, cached)
         return _Gather(encoded.size, preparing, hashing, encoding, decoding)
 
-    def _prepared(self, new_N: Tensor, kept: Tensor | None) -> Tensor:
+    def _prepared(self, new_N: Tensor, cached: Tensor | None) -> Tensor:
         """The shard as it is encoded ahead: cast, joined, counted, and compared when it is due."""
         shard_N = torch.cat([new_N.clone()])
-        if self.counts and kept is not None and not self.scheme.keeps_hashes:
-            count_changes(shard_N, kept, self.layout, self.scheme.block_size)
+        if self.counts and cached is not None and not self.scheme.caches_hashes:
+            count_changes(shard_N, cached, self.layout, self.scheme.block_size)
         torch.equal(shard_N, new_N)
         return shard_N
 
-    def _hashing(self, shard_N: Tensor, kept: Tensor | None) -> float:
+    def _hashing(self, shard_N: Tensor, cached: Tensor | None) -> float:
         """Seconds to find the changed blocks, which is a part of encoding."""
         scheme = self.scheme
-        if scheme.treatment != "exponent" or scheme.exponent_exchange != "blocks":
+        if scheme.compression != "exponent" or scheme.exponent_coding != "blocks":
             return 0.0
         start = util.now(shard_N.device)
         exponents_N = floats.exponents(shard_N, self.layout)
-        if scheme.keeps_hashes:
+        if scheme.caches_hashes:
             codec.block_hashes(exponents_N, scheme.block_size)
         else:
-            codec.changed_blocks(exponents_N, kept, scheme.block_size)
+            codec.changed_blocks(exponents_N, cached, scheme.block_size)
         return util.now(shard_N.device) - start
 
 
@@ -214,13 +214,13 @@ class _Piece:
     bits_N: Tensor
 
 
-class Observer:
+class Sampler:
     """Looks at pieces of the shards of parameter groups, after each step of the optimizer.
 
     Times are taken where a piece is long, since shards are encoded together, and bytes everywhere.
 
     Attributes:
-        scheme: how exponents are exchanged; its treatment does not matter.
+        scheme: how exponents are exchanged; its compression does not matter.
         coder: as of training.
         counts: whether gathers count what changed.
         seen: by parameter, and of ``ALL``, on this rank since ``clear``.
@@ -238,7 +238,7 @@ class Observer:
         groups: list[ParamGroup],
         names: set[str],
         *,
-        exponent_exchange: ExponentExchange,
+        exponent_coding: ExponentCoding,
         block_size: int,
         block_check: BlockCheck,
         coder: Coder,
@@ -247,7 +247,7 @@ class Observer:
         job: dist.ProcessGroup | None = None,
     ) -> None:
         self._groups, self._job = groups, job
-        self.scheme = Scheme("value", exponent_exchange, block_size, block_check)
+        self.scheme = Scheme("delta", exponent_coding, block_size, block_check)
         self.coder, self.counts, self._share = coder, counts, share
         self._names = names
         self._take_turns()
@@ -257,11 +257,11 @@ class Observer:
         self._ended = 0.0
         self._cost = self._cost_of_a_piece()
         self.pieces_a_step = 0.0 if math.isfinite(share) else float(len(self._turns))
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, SampleStats] = {}
         self.spent = self.elapsed = 0.0
 
     def _take_turns(self) -> None:
-        limit = MAX_RUN_VALUES if math.isfinite(self._share) else None
+        limit = MAX_CHUNK_VALUES if math.isfinite(self._share) else None
         turns = _turns(self._groups, self._names, limit)
         first = dist.get_rank(self._job) * len(turns) // dist.get_world_size(self._job)
         self._turns = turns[first:] + turns[:first]
@@ -291,7 +291,7 @@ class Observer:
             seen = examine(piece.bits_N, new_N, layout, self.scheme, self.coder, self.counts)
             whole = 2 * new_N.numel() > self._longest
             for name in (info.name, ALL) if whole else (info.name,):
-                self.seen[name] = self.seen.get(name, Seen()) + seen
+                self.seen[name] = self.seen.get(name, SampleStats()) + seen
             changes[info.name] = changes.get(info.name, Changes()) + seen.changes
         self._due += self.pieces_a_step
         self._looks = int(self._due) > 0
@@ -366,13 +366,15 @@ def _turns(
 
 
 def sum_over_ranks(
-    seen: dict[str, Seen],
+    seen: dict[str, SampleStats],
     names: Sequence[str],
     device: torch.device,
     job: dist.ProcessGroup | None = None,
-) -> dict[str, Seen]:
+) -> dict[str, SampleStats]:
     """What all ranks have seen together, by parameter. ``names`` are the same on every rank."""
-    rows = [seen.get(name, Seen()).to_numbers() for name in names]
+    rows = [seen.get(name, SampleStats()).to_numbers() for name in names]
     sums = torch.tensor(rows, dtype=torch.float64, device=device).view(-1, NUM_NUMBERS)
     dist.all_reduce(sums, group=job)
-    return {name: Seen.from_numbers(row) for name, row in zip(names, sums.tolist(), strict=True)}
+    return {
+        name: SampleStats.from_numbers(row) for name, row in zip(names, sums.tolist(), strict=True)
+    }

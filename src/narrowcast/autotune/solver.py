@@ -1,8 +1,8 @@
-"""Which shard gets which treatment, under a budget for caches.
+"""Which shard gets which compression, under a budget for caches.
 
 A parameter group is gathered by plain FSDP2 as a whole, or it is narrowed, and each of its shards
-has a treatment. What each would cost is given, in seconds on the critical path of a step. There are
-two ways to choose:
+has a compression. What each would cost is given, in seconds on the critical path of a step. There
+are two ways to choose:
 
     exact   the least total of seconds within the budget: a knapsack with one choice a shard, and a
             cost for each group that is narrowed. SciPy's ``milp`` (HiGHS) solves it, to a millionth
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.05  # share of a plain time that must be saved: predictions are not exact
 
 Strategy = Literal["exact", "ratio"]
-Treatments = dict[str, dict[str, str]]  # by name of the group, by name of the shard
+Compressions = dict[str, dict[str, str]]  # by name of the group, by name of the shard
 
 _ROUNDING = 1e-7  # the share of plain's time by which narrowing must gain, to gain at all
 _SCALE = 1e6  # of costs and of the budget in the solver, whose tolerances are absolute: 1e-6
@@ -42,13 +42,13 @@ _SOLVER = {"mip_rel_gap": 1e-6, "node_limit": 1000, "time_limit": 10.0}
 
 @dataclass(frozen=True)
 class Option:
-    """What one treatment of a shard costs a step, in seconds on the critical path, and in memory.
+    """What one compression of a shard costs a step, in seconds on the critical path, and in memory.
 
     Attributes:
         link: for the bytes it sends in all gathers of a step (marginal; latency is the group's).
         fetching: of caches from host memory, and back to it.
         switching: of the cold cache it would start with, spread over the steps until the choice is
-            looked at again; 0 for the treatment in force.
+            looked at again; 0 for the compression in force.
         bits: a value, in the first gather of a step; explains the choice and has no part in it.
         cache_bytes: on a rank.
     """
@@ -81,8 +81,8 @@ class Shard:
         kind: type of shard, as of ``changes.shard_type``.
         values: of one rank's shard.
         plain: seconds a step of plain FSDP2's gathers for its bytes.
-        options: by treatment. There is always ``raw``, which keeps no cache: as the shard is sent
-            raw within a narrowed group.
+        options: by compression. There is always ``none``, which keeps no cache: as the shard is
+            sent raw within a narrowed group.
     """
 
     name: str
@@ -100,28 +100,28 @@ class Group:
         plain_latency: seconds a step that plain's gathers of it cost beyond the bytes.
         overhead: seconds a step that narrowed gathers of it cost beyond its shards' options:
             latency, heads, handling.
-        in_force: whether it is narrowed now: then it stays so as long as it gains anything.
+        is_current: whether it is narrowed now: then it stays so as long as it gains anything.
     """
 
     name: str
     shards: tuple[Shard, ...]
     plain_latency: float
     overhead: float
-    in_force: bool = False
+    is_current: bool = False
 
     @property
     def plain(self) -> float:
         """Seconds a step of plain's gathers of it."""
         return self.plain_latency + sum(shard.plain for shard in self.shards)
 
-    def steady(self, treatments: dict[str, str]) -> float:
-        """Seconds a step of its narrowed gathers, by its shards' treatments, with warm caches."""
-        return self.overhead + sum(s.options[treatments[s.name]].steady for s in self.shards)
+    def steady(self, compressions: dict[str, str]) -> float:
+        """Seconds a step of its narrowed gathers, by its shards' compressions, with warm caches."""
+        return self.overhead + sum(s.options[compressions[s.name]].steady for s in self.shards)
 
-    def gain(self, treatments: dict[str, str]) -> float:
-        """Seconds a step that these treatments save, cold caches counted."""
-        cold = sum(s.options[treatments[s.name]].switching for s in self.shards)
-        return self.plain - self.steady(treatments) - cold
+    def gain(self, compressions: dict[str, str]) -> float:
+        """Seconds a step that these compressions save, cold caches counted."""
+        cold = sum(s.options[compressions[s.name]].switching for s in self.shards)
+        return self.plain - self.steady(compressions) - cold
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Choice:
     """What was chosen, and why.
 
     Attributes:
-        treatments: of narrowed groups alone.
+        compressions: of narrowed groups alone.
         plain_seconds: predicted a step with all groups plain.
         seconds: predicted a step as chosen, with warm caches.
         cache_bytes: that the choice takes on a rank.
@@ -139,7 +139,7 @@ class Choice:
             budget.
     """
 
-    treatments: Treatments
+    compressions: Compressions
     plain_seconds: float
     seconds: float
     cache_bytes: int
@@ -155,7 +155,7 @@ def choose(
     strategy: Strategy = "exact",
     margin: float = 0.0,
 ) -> Choice:
-    """A treatment for every shard, or plain FSDP2 for its group.
+    """A compression for every shard, or plain FSDP2 for its group.
 
     Args:
         budget_bytes: of caches on a rank, never exceeded; ``None``: no limit.
@@ -168,13 +168,13 @@ def choose(
     _check(groups, budget_bytes, strategy)
     find = _by_ratio if strategy == "ratio" else _exactly
     wanted = find(groups, math.inf, margin)
-    unlimited = treatments = _that_pay(groups, wanted, margin)
+    unlimited = compressions = _worthwhile(groups, wanted, margin)
     if budget_bytes is not None:
         paying = [group for group in groups if group.name in unlimited]
-        treatments = _that_pay(paying, find(paying, budget_bytes, margin), margin)
+        compressions = _worthwhile(paying, find(paying, budget_bytes, margin), margin)
     reasons = {}
     for group in groups:
-        taken, best = treatments.get(group.name), unlimited.get(group.name)
+        taken, best = compressions.get(group.name), unlimited.get(group.name)
         for shard in group.shards:
             if taken:
                 reason = _why_taken(shard, taken[shard.name], (best or taken)[shard.name])
@@ -184,9 +184,9 @@ def choose(
                 reason = _why_plain(group, shard, wanted[group.name], margin)
             reasons[group.name, shard.name] = reason
     plain_seconds = sum(group.plain for group in groups)
-    totals = _totals(groups, treatments)
+    totals = _totals(groups, compressions)
     most = _totals(groups, unlimited)
-    return Choice(treatments, plain_seconds, *totals, budget_bytes, reasons, *most)
+    return Choice(compressions, plain_seconds, *totals, budget_bytes, reasons, *most)
 
 
 def _check(groups: Sequence[Group], budget_bytes: Any, strategy: Any) -> None:
@@ -200,43 +200,43 @@ def _check(groups: Sequence[Group], budget_bytes: Any, strategy: Any) -> None:
         if not math.isfinite(group.plain + group.overhead):
             raise ValueError(f"{group.name}: a time that is not finite: measure it again")
         for shard in group.shards:
-            if "raw" not in shard.options or shard.options["raw"].cache_bytes:
-                raise ValueError(f"{shard.name} needs an option 'raw' that keeps no cache")
+            if "none" not in shard.options or shard.options["none"].cache_bytes:
+                raise ValueError(f"{shard.name} needs an option 'none' that keeps no cache")
             for name, option in shard.options.items():
                 if not math.isfinite(option.seconds + option.bits):
                     raise ValueError(f"{shard.name}: {name} costs {option}: leave such options out")
 
 
-def _that_pay(groups: Sequence[Group], candidates: Treatments, margin: float) -> Treatments:
+def _worthwhile(groups: Sequence[Group], candidates: Compressions, margin: float) -> Compressions:
     gains = {g.name: g.gain(candidates[g.name]) for g in groups if g.name in candidates}
     least = {group.name: _least_gain(group, margin) for group in groups}
     return {name: candidates[name] for name, gain in gains.items() if gain > least[name]}
 
 
 def _least_gain(group: Group, margin: float) -> float:
-    return ((0 if group.in_force else margin) + _ROUNDING) * group.plain
+    return ((0 if group.is_current else margin) + _ROUNDING) * group.plain
 
 
-def _totals(groups: Sequence[Group], treatments: Treatments) -> tuple[float, int]:
+def _totals(groups: Sequence[Group], compressions: Compressions) -> tuple[float, int]:
     """Predicted seconds a step of all groups, with warm caches, and the bytes of these."""
     seconds, cache_bytes = 0.0, 0
     for group in groups:
-        of_group = treatments.get(group.name)
+        of_group = compressions.get(group.name)
         seconds += group.plain if of_group is None else group.steady(of_group)
         for shard in group.shards if of_group else ():
             cache_bytes += shard.options[of_group[shard.name]].cache_bytes
     return seconds, cache_bytes
 
 
-def _by_ratio(groups: Sequence[Group], limit: float, _margin: float) -> Treatments:
-    """The paper's rule, with treatments for groups that do not pay too; see ``_that_pay``."""
-    treatments: Treatments = {group.name: {} for group in groups}
+def _by_ratio(groups: Sequence[Group], limit: float, _margin: float) -> Compressions:
+    """The paper's rule, with compressions for groups that do not pay too; see ``_worthwhile``."""
+    compressions: Compressions = {group.name: {} for group in groups}
     ranked = []
     for group in groups:
         for shard in group.shards:
             of_shard = sorted(shard.options.items(), key=lambda item: _order(*item))
             free = next(name for name, option in of_shard if not option.cache_bytes)
-            treatments[group.name][shard.name] = free
+            compressions[group.name][shard.name] = free
             for name, option in of_shard:
                 gain = shard.plain - option.seconds
                 if option.cache_bytes and gain > 0:
@@ -246,17 +246,17 @@ def _by_ratio(groups: Sequence[Group], limit: float, _margin: float) -> Treatmen
     left = limit
     for (_, shard_name, group_name), name, cache_bytes in sorted(ranked):
         if cache_bytes <= left:
-            treatments[group_name][shard_name] = name
+            compressions[group_name][shard_name] = name
             left -= cache_bytes
-    return treatments
+    return compressions
 
 
 def _order(name: str, option: Option) -> tuple[float, int, bool, str]:
     """The fastest first; of equals the smaller cache, then raw."""
-    return option.seconds, option.cache_bytes, name != "raw", name
+    return option.seconds, option.cache_bytes, name != "none", name
 
 
-def _exactly(groups: Sequence[Group], limit: float, margin: float) -> Treatments:
+def _exactly(groups: Sequence[Group], limit: float, margin: float) -> Compressions:
     """The least total of seconds within the limit; may hold groups that do not pay."""
     shards = [shard for group in groups for shard in group.shards]
     largest = sum(max(option.cache_bytes for option in s.options.values()) for s in shards)
@@ -270,13 +270,13 @@ def _exactly(groups: Sequence[Group], limit: float, margin: float) -> Treatments
         group: {shard: frontier[-1] for shard, frontier in of_group.items()}
         for group, of_group in frontiers.items()
     }
-    if _totals(groups, _that_pay(groups, fastest, margin))[1] <= limit:
+    if _totals(groups, _worthwhile(groups, fastest, margin))[1] <= limit:
         return fastest
     return _solve(groups, frontiers, limit, margin, price)
 
 
 def _frontier(shard: Shard, limit: float, price: float) -> list[str]:
-    """Treatments from no cache to the largest that pays, each faster than those before."""
+    """Compressions from no cache to the largest that pays, each faster than those before."""
     by_cache = sorted(shard.options.items(), key=lambda x: (x[1].cache_bytes, *_order(*x)))
     costs: dict[str, float] = {}
     for name, option in by_cache:
@@ -292,10 +292,10 @@ def _solve(
     limit: float,
     margin: float,
     price: float,
-) -> Treatments:
+) -> Compressions:
     """The mixed-integer program. Its variables, 0 or 1, are whether a group is narrowed, at first
     without caches, and whether a shard has a certain cache; it has one at most, and only then."""
-    variables = []  # cost, cache bytes, group, shard, treatment
+    variables = []  # cost, cache bytes, group, shard, compression
     entries = []  # value, row, column of: caches of a shard - its group <= 0
     rows = 0
     for group in groups:
@@ -329,13 +329,13 @@ def _solve(
     )
     if result.x is None or "Time limit" in result.message:
         logger.warning(
-            "narrowcast: the exact choice of treatments took too long (%s): the paper's "
+            "narrowcast: the exact choice of compressions took too long (%s): the paper's "
             "rule, selection = 'ratio', is taken",
             result.message,
         )
         return _by_ratio(groups, limit, margin)
     chosen = [variable for variable, x in zip(variables, result.x, strict=True) if x > 0.5]
-    treatments: Treatments = {
+    compressions: Compressions = {
         group: {name: frontier[0] for name, frontier in frontiers[group].items()}
         for _, _, group, shard, _ in chosen
         if not shard
@@ -343,27 +343,27 @@ def _solve(
     # Within its tolerance the solver may exceed the limit. Then what gains least gives way.
     left = limit
     for _, cache_bytes, group, shard, name in sorted(chosen):
-        if shard and group in treatments and cache_bytes <= left:
-            treatments[group][shard] = name
+        if shard and group in compressions and cache_bytes <= left:
+            compressions[group][shard] = name
             left -= cache_bytes
-    return treatments
+    return compressions
 
 
 def _why_taken(shard: Shard, taken: str, unlimited: str) -> str:
     option = shard.options[taken]
     warm_name, warm = min(shard.options.items(), key=lambda item: (item[1].steady, item[0]))
-    what = f"{option.bits:.1f} bits a value in place of {shard.options['raw'].bits:g}"
+    what = f"{option.bits:.1f} bits a value in place of {shard.options['none'].bits:g}"
     if shard.options[unlimited].cache_bytes > option.cache_bytes:
         why = f"{unlimited}'s cache does not fit the budget"
     elif warm.steady < option.steady and warm.seconds >= option.seconds:
         why = f"a change to {warm_name} would not pay for itself"
-    elif taken != "raw":
+    elif taken != "none":
         return what
     elif len(shard.options) == 1:
         return "it can only go raw"
     else:
         return "coding costs more than it saves"
-    return why if taken == "raw" else f"{what}; {why}"
+    return why if taken == "none" else f"{what}; {why}"
 
 
 def _why_too_large(shard: Shard, unlimited: str) -> str:
@@ -376,7 +376,7 @@ def _why_plain(group: Group, shard: Shard, wanted: dict[str, str], margin: float
     warm = {s.name: min(s.options, key=lambda t: s.options[t].steady) for s in group.shards}
     warm_gain = group.plain - group.steady(warm)
     if shard.options[warm[shard.name]].steady >= (1 - _ROUNDING) * shard.plain:
-        return "no treatment pays on this link"
+        return "no compression pays on this link"
     if warm_gain > max(group.gain(warm), _least_gain(group, margin)):
         return "a change of its group would not pay for itself"
     if group.gain(wanted) > _least_gain(group, 0):
@@ -385,10 +385,10 @@ def _why_plain(group: Group, shard: Shard, wanted: dict[str, str], margin: float
 
 
 def _as_chosen(choice: Choice, group: Group, shard: Shard) -> tuple[str, float, int]:
-    """A shard's treatment or ``plain``, its seconds a step with a warm cache, and cache bytes."""
-    if group.name not in choice.treatments:
+    """A shard's compression or ``plain``, its seconds a step with a warm cache, and cache bytes."""
+    if group.name not in choice.compressions:
         return "plain", shard.plain, 0
-    name = choice.treatments[group.name][shard.name]
+    name = choice.compressions[group.name][shard.name]
     return name, shard.options[name].steady, shard.options[name].cache_bytes
 
 
@@ -396,13 +396,22 @@ def table(groups: Sequence[Group], choice: Choice, limit: int = 20) -> str:
     """The shards that take longest, at most ``limit``, with choice and reason, and the totals."""
     shards = [(group, shard) for group in groups for shard in group.shards]
     shards.sort(key=lambda pair: (-pair[1].plain, pair[0].name, pair[1].name))
-    head = ["shard", "kind", "treatment", "values", "plain ms", "chosen ms", "gain ms", "cache MiB"]
+    head = [
+        "shard",
+        "kind",
+        "compression",
+        "values",
+        "plain ms",
+        "chosen ms",
+        "gain ms",
+        "cache MiB",
+    ]
     rows, reasons = [head], ["reason"]
     for group, shard in shards[:limit]:
-        treatment, seconds, cache_bytes = _as_chosen(choice, group, shard)
+        compression, seconds, cache_bytes = _as_chosen(choice, group, shard)
         times = [_ms(shard.plain), _ms(seconds), _ms(shard.plain - seconds)]
         numbers = [f"{shard.values:,}", *times, _mib(cache_bytes)]
-        rows.append([shard.name, shard.kind, treatment, *numbers])
+        rows.append([shard.name, shard.kind, compression, *numbers])
         reasons.append(choice.reasons[group.name, shard.name])
     lines = aligned(rows, words=3).splitlines()
     text = [f"{line}  {reason}" for line, reason in zip(lines, reasons, strict=True)]
@@ -413,7 +422,7 @@ def table(groups: Sequence[Group], choice: Choice, limit: int = 20) -> str:
 
 def _summary(shards: list[tuple[Group, Shard]], choice: Choice) -> str:
     before = _ms(choice.plain_seconds)
-    if choice.treatments:
+    if choice.compressions:
         budget = choice.budget_bytes
         granted = "without a limit" if budget is None else f"of a budget of {_mib(budget)} MiB"
         text = (
@@ -446,19 +455,19 @@ def as_json(groups: Sequence[Group], choice: Choice) -> dict[str, Any]:
     """All shards with every option's terms, the choice, its reason, and the totals, for JSON."""
     described = []
     for group in groups:
-        entry = asdict(group) | {"narrowed": group.name in choice.treatments}
+        entry = asdict(group) | {"narrowed": group.name in choice.compressions}
         for shard, of_shard in zip(group.shards, entry["shards"], strict=True):
             for name, option in shard.options.items():
                 gain = shard.plain - option.seconds
                 of_shard["options"][name] |= {"seconds": option.seconds, "gain": gain}
-            treatment, seconds, cache_bytes = _as_chosen(choice, group, shard)
+            compression, seconds, cache_bytes = _as_chosen(choice, group, shard)
             of_shard |= {
-                "treatment": treatment,
+                "compression": compression,
                 "seconds": seconds,
                 "gain": shard.plain - seconds,
                 "cache_bytes": cache_bytes,
                 "reason": choice.reasons[group.name, shard.name],
             }
         described.append(entry)
-    totals = {k: v for k, v in asdict(choice).items() if k not in ("treatments", "reasons")}
+    totals = {k: v for k, v in asdict(choice).items() if k not in ("compressions", "reasons")}
     return {**totals, "groups": described}

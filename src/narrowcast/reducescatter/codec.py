@@ -27,7 +27,7 @@ from narrowcast.wire.coders import Coder
 from narrowcast.wire.floats import LAYOUTS
 from narrowcast.wire.packet import Encoded, Form, encode_raw
 
-Treatment = Literal["coded", "raw"]
+Compression = Literal["entropy", "none"]
 
 _BF16 = LAYOUTS[torch.bfloat16]
 _FP32 = LAYOUTS[torch.float32]
@@ -36,10 +36,10 @@ _FP32 = LAYOUTS[torch.float32]
 _LEAST_ZEROS = 1 / 64
 
 
-def encode(values_N: Tensor, treatment: Treatment, coder: Coder) -> Encoded:
+def encode(values_N: Tensor, compression: Compression, coder: Coder) -> Encoded:
     """Encodes a stretch of a contribution, of any dtype; floats of ``LAYOUTS`` get smaller."""
     layout = LAYOUTS.get(values_N.dtype)
-    if treatment == "raw" or layout is None or values_N.numel() == 0:
+    if compression == "none" or layout is None or values_N.numel() == 0:
         return encode_raw(values_N)
     bits_N = values_N.view(layout.bits)
     upper_N, upper_layout = bits_N, layout

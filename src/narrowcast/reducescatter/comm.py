@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast import errors
-from narrowcast.attribution import named
-from narrowcast.config import MAX_RUN_VALUES
+from narrowcast.attribution import CALLER, counted_as
+from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.errors import Job, raise_alike
 from narrowcast.fsdp2 import (
     DefaultAllocMixin,
@@ -31,7 +31,7 @@ from narrowcast.fsdp2 import (
     reduction,
 )
 from narrowcast.reducescatter import codec
-from narrowcast.reducescatter.codec import Treatment
+from narrowcast.reducescatter.codec import Compression
 from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes
 from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
@@ -53,7 +53,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     """
 
     group: ParamGroup
-    treatment: Treatment
+    compression: Compression
     coder: Coder
     ledger: Ledger | None = None
     job: Job | None = None
@@ -80,7 +80,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
             rows_WN = input_tensor.view(group.size(), -1)
             if self.ledger is not None:
                 self.ledger.show_gradients(self.group, rows_WN)
-            with named():
+            with counted_as(CALLER):
                 self._exchange(rows_WN, group)
             _sum_in_order(output_tensor, rows_WN, factor, divisor)
         return WorkThatFinishes(lambda: None) if async_op else None
@@ -104,7 +104,9 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         for sender, payload in exchange(payload_for, group):
             route = f"from rank {ranks[sender]} to rank {ranks[group.rank()]}"
             try:
-                with errors.blamed(f"reduce-scatter of {self.group.name}: the payload {route}"):
+                with errors.error_context(
+                    f"reduce-scatter of {self.group.name}: the payload {route}"
+                ):
                     self._decode(rows_WN[sender], payload, settings)
             except errors.NarrowcastError as wrong:
                 error = error or wrong
@@ -120,15 +122,15 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
 
     def _settings(self, rows_WN: Tensor) -> int:
         """A digest of all that the ranks must agree on."""
-        text = repr((self.group.name, rows_WN.shape, rows_WN.dtype, self.treatment))
+        text = repr((self.group.name, rows_WN.shape, rows_WN.dtype, self.compression))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
     def _encode(self, row_N: Tensor, settings: int) -> Tensor:
         """What a rank cannot encode it tells the one that waits for it."""
-        runs = row_N.split(MAX_RUN_VALUES)
+        chunks = row_N.split(MAX_CHUNK_VALUES)
         try:
             return packet.pack(
-                [codec.encode(run, self.treatment, self.coder) for run in runs],
+                [codec.encode(chunk, self.compression, self.coder) for chunk in chunks],
                 coder=self.coder,
                 settings=settings,
                 sequence=0,
@@ -137,32 +139,32 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
             )
         except Exception as error:
             return packet.pack_failure(
-                error, num_runs=len(runs), settings=settings, sequence=0, device=row_N.device
+                error, num_chunks=len(chunks), settings=settings, sequence=0, device=row_N.device
             )
 
     def _decode(self, row_N: Tensor, payload: Tensor, settings: int) -> None:
         """Checks a payload, and decodes it into ``row_N``."""
-        head, body = packet.unpack(payload)
-        if head.settings != settings:
+        header, body = packet.unpack(payload)
+        if header.settings != settings:
             raise errors.SettingsError(
-                "holds other gradients than are due here, by their number, dtype or treatment: "
-                "give every rank the same model, mesh, treatment and reduce dtype, and let the "
+                "holds other gradients than are due here, by their number, dtype or compression: "
+                "give every rank the same model, mesh, compression and reduce dtype, and let the "
                 "same parameters have gradients on all"
             )
         coder = (self.coder.wire_id, self.coder.wire_version)
-        if head.status == packet.Status.OK and head.coder != coder:
+        if header.status == packet.Status.OK and header.coder != coder:
             raise errors.SettingsError(
-                f"is coded by (id, version) {head.coder}, this rank's coder is {coder}: install "
+                f"is coded by (id, version) {header.coder}, this rank's coder is {coder}: install "
                 "the same releases on every rank"
             )
-        encoded_runs = packet.unpack_body(head, body)
-        for run, encoded in zip(row_N.split(MAX_RUN_VALUES), encoded_runs, strict=True):
-            codec.decode_into(run, encoded, self.coder)
+        encoded_chunks = packet.unpack_body(header, body)
+        for chunk, encoded in zip(row_N.split(MAX_CHUNK_VALUES), encoded_chunks, strict=True):
+            codec.decode_into(chunk, encoded, self.coder)
 
 
 def _sum_in_order(output_N: Tensor, rows_WN: Tensor, factor: float, divisor: int) -> None:
     """``factor`` times each row, summed from the first to the last, over ``divisor``."""
-    size = MAX_RUN_VALUES  # in stretches that stay in a CPU's cache
+    size = MAX_CHUNK_VALUES  # in stretches that stay in a CPU's cache
     for output, rows in zip(output_N.split(size), rows_WN.split(size, dim=1), strict=True):
         if factor != 1:
             rows.mul_(factor)

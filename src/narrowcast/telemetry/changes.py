@@ -33,7 +33,7 @@ def shard_type(parameter_name: str) -> str:
 class Changes(Summable):
     """How much of a shard changed since it was last sent, in values and in blocks.
 
-    ``compared_values`` is 0 where only exponents are kept, so that values cannot be compared.
+    ``compared_values`` is 0 where only exponents are cached, so that values cannot be compared.
     """
 
     values: int = 0
@@ -54,17 +54,20 @@ class Changes(Summable):
         return rates
 
 
-def count_changes(bits_N: Tensor, kept_N: Tensor, layout: FloatLayout, block_size: int) -> Changes:
-    """Compares a shard with what was kept of the one before: its bits, or its exponents (uint8)."""
-    keeps_values = kept_N.dtype == layout.bits
+def count_changes(
+    bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, block_size: int
+) -> Changes:
+    """Compares a shard with what was cached of the one before: its bits, or its exponents
+    (uint8)."""
+    keeps_values = cached_N.dtype == layout.bits
     if keeps_values:
-        difference_N = bits_N ^ kept_N
+        difference_N = bits_N ^ cached_N
         changed_values = int(difference_N.count_nonzero())
         exponent_mask = layout.max_int & ~((1 << layout.mantissa_bits) - 1)
         difference_N &= exponent_mask
     else:
         changed_values = 0
-        difference_N = floats.exponents(bits_N, layout).bitwise_xor_(kept_N)
+        difference_N = floats.exponents(bits_N, layout).bitwise_xor_(cached_N)
     blocks_BS = pad(difference_N, (0, -bits_N.numel() % block_size)).view(-1, block_size)
     return Changes(
         values=bits_N.numel(),

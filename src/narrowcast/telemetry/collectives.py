@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.attribution import sender, sent_by
+from narrowcast.attribution import counted_as, sender
 from narrowcast.fsdp2 import SENDING_METHODS, functional_collectives, parameter_group, world_size_of
 from narrowcast.telemetry.patches import Patches
 
@@ -29,7 +29,7 @@ def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None
     It replaces the functions of ``torch.distributed`` and of its functional collectives, which
     DTensor uses, by ones that count and then call them. (The dispatcher would see more, but a
     kernel in Python holds the GIL while gloo takes its queue's lock, and gloo's workers take the
-    two in the other order: it deadlocks.) What FSDP2 starts for a parameter group is ``sent_by``
+    two in the other order: it deadlocks.) What FSDP2 starts for a parameter group is ``counted_as``
     that group. Not seen: collectives within compiled graphs, in the backward of functional ones,
     point-to-point sends of pipeline stages, and calls by a name that was imported before.
 
@@ -66,7 +66,7 @@ def _sent_by_its_group(method: Callable) -> Callable:
         if not _listeners:
             _patches.restore()
         elif sender() is None:
-            with sent_by(parameter_group(self)):
+            with counted_as(parameter_group(self)):
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 

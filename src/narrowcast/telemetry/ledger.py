@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from narrowcast.attribution import named, sender, sent_by
+from narrowcast.attribution import CALLER, counted_as, sender
 from narrowcast.fsdp2 import AllGather, ParamGroup, ReduceScatter
 from narrowcast.steps import StepHook
 from narrowcast.telemetry.changes import SHARD_TYPES, Changes
@@ -99,9 +99,9 @@ class StepVolume:
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Sizes are those of the largest rank, since all are padded to it.
         gradients: all reductions of the step.
-        changes: by kind of shard; empty where nothing is kept to compare with.
+        changes: by kind of shard; empty where nothing is cached to compare with.
         tokens: by MoE layer; empty where tokens are not deduplicated.
-        kept_bytes: memory of what receivers keep, at the end of the step.
+        cache_bytes: memory of what receivers keep, at the end of the step.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -111,7 +111,7 @@ class StepVolume:
     gradients: GradientVolume = field(default_factory=GradientVolume)
     changes: dict[str, Changes] = field(default_factory=dict)
     tokens: dict[str, TokenVolume] = field(default_factory=dict)
-    kept_bytes: int = 0
+    cache_bytes: int = 0
 
     @property
     def ratio(self) -> float:
@@ -123,7 +123,7 @@ class StepVolume:
         """The step as flat TensorBoard scalars, under ``narrowcast/``."""
         scalars: dict[str, float] = {
             "narrowcast/ratio/all": self.ratio,
-            "narrowcast/kept_bytes": self.kept_bytes,
+            "narrowcast/cache_bytes": self.cache_bytes,
         }
         for name in COLLECTIVES:
             scalars[f"narrowcast/bytes/{name}"] = self.sent[name]
@@ -151,7 +151,7 @@ def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
     worst rank in each collective, in each layer and in memory; all other counts of all together."""
     no_changes = Changes()
     worst = [counts[name] for counts in (volume.sent, volume.plain) for name in COLLECTIVES]
-    worst.append(volume.kept_bytes)
+    worst.append(volume.cache_bytes)
     layers = [astuple(tokens) for tokens in volume.tokens.values()]
     worst += [count for layer in layers for count in layer[-2:]]
     parts = (volume.first, volume.later, volume.gradients)
@@ -165,7 +165,7 @@ def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     dist.all_reduce(total, op=dist.ReduceOp.SUM)
     names, kinds = len(COLLECTIVES), len(SHARD_TYPES)
-    sent, plain, (kept_bytes,), worst = (
+    sent, plain, (cache_bytes,), worst = (
         part.tolist() for part in worst.split([names, names, 1, 2 * len(layers)])
     )
     volumes, changes, sums = total.split([8, kinds * len(astuple(no_changes)), 5 * len(layers)])
@@ -188,7 +188,7 @@ def reduce_over_ranks(volume: StepVolume, device: torch.device) -> StepVolume:
             layer: TokenVolume(*summed, *most)
             for layer, (summed, most) in zip(volume.tokens, of_layers, strict=True)
         },
-        kept_bytes=kept_bytes,
+        cache_bytes=cache_bytes,
     )
 
 
@@ -197,9 +197,9 @@ def all_reduce_bytes(nbytes: int, world_size: int) -> int:
     return 2 * nbytes * (world_size - 1) // world_size
 
 
-def extra_of(ledger: "Ledger | None") -> AbstractContextManager[None]:
-    """``ledger.extra()``; ``named()`` where there is no ledger."""
-    return named() if ledger is None else ledger.extra()
+def uncounted_baseline(ledger: "Ledger | None") -> AbstractContextManager[None]:
+    """``ledger.uncounted_baseline()``; ``counted_as(CALLER)`` where there is no ledger."""
+    return counted_as(CALLER) if ledger is None else ledger.uncounted_baseline()
 
 
 class Ledger:
@@ -226,7 +226,7 @@ class Ledger:
         self._owns: WeakKeyDictionary[object, bool] = WeakKeyDictionary()  # by root
         self._hook: StepHook | None = None
 
-    def hold(self, groups: list[ParamGroup], optimizer: Optimizer | None) -> None:
+    def acquire(self, groups: list[ParamGroup], optimizer: Optimizer | None) -> None:
         """Counts these groups until as many calls of ``release``; see ``count_volume``."""
         self._holds += 1
         for group in groups:
@@ -244,8 +244,8 @@ class Ledger:
         if self._holds:
             return
         for group in self._groups:
-            group.all_gather = uncounted(group.all_gather)
-            group.reduce_scatter = uncounted(group.reduce_scatter)
+            group.all_gather = unwrapped(group.all_gather)
+            group.reduce_scatter = unwrapped(group.reduce_scatter)
         self._groups = []
         if self._hook is not None:
             self._hook.remove()
@@ -293,10 +293,10 @@ class Ledger:
         self.current.tokens[layer].bytes += sent_bytes
 
     @contextmanager
-    def extra(self) -> Iterator[None]:
+    def uncounted_baseline(self) -> Iterator[None]:
         """What is sent within a step in here, plain torch does not send, nor any other model."""
         plain_bytes = self.current.plain["other"]
-        with sent_by(self):
+        with counted_as(self):
             yield
         self.current.plain["other"] = plain_bytes
 
@@ -368,7 +368,7 @@ class CountedAllGather(AllGather):
         shard_bytes = input_tensor.numel() * input_tensor.element_size()
         self.ledger.add("all_gather", (group.size() - 1) * shard_bytes)
         self.ledger.record_gather(self.group, input_tensor.numel(), shard_bytes, {})
-        with named():
+        with counted_as(CALLER):
             return self.inner(output_tensor, input_tensor, group, async_op)
 
 
@@ -396,7 +396,7 @@ class CountedReduceScatter(ReduceScatter):
         sent_bytes = num_values * output_tensor.element_size()
         self.ledger.add("reduce_scatter", sent_bytes)
         self.ledger.record_reduction(num_values, sent_bytes)
-        with named():
+        with counted_as(CALLER):
             return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 
@@ -424,7 +424,7 @@ def count_volume(groups: list[ParamGroup], optimizer: Optimizer | None = None) -
             ``ledger.end_step`` yourself.
     """
     ledger = next((found for group in groups if (found := ledger_of(group))), None) or Ledger()
-    ledger.hold(groups, optimizer)
+    ledger.acquire(groups, optimizer)
     return CountedModel(ledger)
 
 
@@ -457,6 +457,6 @@ def ledger_of(group: ParamGroup) -> Ledger | None:
     return next((comm.ledger for comm in comms if getattr(comm, "ledger", None)), None)
 
 
-def uncounted(comm: AllGather | ReduceScatter) -> AllGather | ReduceScatter:
+def unwrapped(comm: AllGather | ReduceScatter) -> AllGather | ReduceScatter:
     """A group's collective itself, without the one that counts it."""
     return comm.inner if isinstance(comm, CountedAllGather | CountedReduceScatter) else comm

@@ -79,5 +79,5 @@ def find_coder(name: str) -> Coder:
         return CODERS["zstd"]
     if not isinstance(name, str) or name not in CODERS:
         allowed = ", ".join(map(repr, ["auto", *CODERS]))
-        raise ValueError(f"coder = {name!r}; allowed: {allowed}")
+        raise ValueError(f"entropy_coder = {name!r}; allowed: {allowed}")
     return CODERS[name]

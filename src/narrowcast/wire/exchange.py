@@ -1,10 +1,10 @@
 """Moves payloads of unequal size between the ranks of a group; raw and coded shards share it.
 
-A slot is what every rank sends, as large as the largest payload that was announced. Of a payload
-that does not fit, the slot holds the head and as much as fits, and since the heads say how large
-the bodies are, every rank sees that a second round is due and how large: it sends all bodies again,
-whole. So a shard that changed behind our back on one rank costs the slot and a round, and no rank
-ever waits for another that does not come.
+A buffer is what every rank sends, as large as the largest payload that was announced. Of a payload
+that does not fit, the buffer holds the header and as much as fits, and since the headers say how
+large the bodies are, every rank sees that a second round is due and how large: it sends all bodies
+again, whole. So a shard that changed behind our back on one rank costs the buffer and a round, and
+no rank ever waits for another that does not come.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,25 +26,25 @@ def largest_sizes(
     return largest.tolist()
 
 
-def in_slot(payload: Tensor, slot_size: int) -> Tensor:
-    """A payload, uint8, cut or padded to ``slot_size`` bytes."""
-    slot = payload.new_zeros(slot_size)
-    slot[: payload.numel()] = payload[:slot_size]
-    return slot
+def padded(payload: Tensor, padded_size: int) -> Tensor:
+    """A payload, uint8, cut or padded to ``padded_size`` bytes."""
+    buffer = payload.new_zeros(padded_size)
+    buffer[: payload.numel()] = payload[:padded_size]
+    return buffer
 
 
 def start_round(
-    payload: Tensor, slot_size: int, group: dist.ProcessGroup, async_op: bool
+    payload: Tensor, padded_size: int, group: dist.ProcessGroup, async_op: bool
 ) -> tuple[Tensor, dist.Work | None]:
-    """Sends a payload, uint8, cut or padded to ``slot_size`` bytes.
+    """Sends a payload, uint8, cut or padded to ``padded_size`` bytes.
 
     Returns:
-        The slots of all ranks, uint8 of (W, slot_size), valid once the work is waited for.
+        The buffers of all ranks, uint8 of (W, padded_size), valid once the work is waited for.
     """
-    slot = in_slot(payload, slot_size)
-    slots = payload.new_empty(group.size() * slot_size)
-    work = dist.all_gather_single(slots, slot, group=group, async_op=async_op)
-    return slots.view(group.size(), slot_size), work
+    buffer = padded(payload, padded_size)
+    buffers = payload.new_empty(group.size() * padded_size)
+    work = dist.all_gather_single(buffers, buffer, group=group, async_op=async_op)
+    return buffers.view(group.size(), padded_size), work
 
 
 def exchange(
@@ -65,13 +65,13 @@ def exchange(
         A rank of the group, and the payload that came from it.
     """
     under_way: tuple[int, Tensor, list[dist.Work], Tensor] | None = None
-    for partner in partners(group.rank(), group.size()):
+    for partner in pairwise_schedule(group.rank(), group.size()):
         ours = payload_for(partner)
         size = torch.tensor([ours.numel()], device=ours.device)
         their_size = torch.empty_like(size)
-        _wait(_start_swap(size, their_size, partner, group))
+        _wait(_start_pairwise(size, their_size, partner, group))
         theirs = ours.new_empty(int(their_size))
-        works = _start_swap(ours, theirs, partner, group)
+        works = _start_pairwise(ours, theirs, partner, group)
         if under_way is not None:
             _wait(under_way[2])
             yield under_way[:2]
@@ -81,7 +81,7 @@ def exchange(
         yield under_way[:2]
 
 
-def partners(rank: int, world_size: int) -> Iterator[int]:
+def pairwise_schedule(rank: int, world_size: int) -> Iterator[int]:
     """Every other rank, in an order by which all ranks swap in pairs at a time: the rounds of a
     tournament, by the circle method. One rank pauses in each where their number is odd."""
     last = world_size + world_size % 2 - 1
@@ -93,7 +93,7 @@ def partners(rank: int, world_size: int) -> Iterator[int]:
             yield partner
 
 
-def _start_swap(
+def _start_pairwise(
     ours: Tensor, theirs: Tensor, partner: int, group: dist.ProcessGroup
 ) -> list[dist.Work]:
     """Asks before it sends, since gloo loses half of a slow link otherwise."""

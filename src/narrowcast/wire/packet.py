@@ -1,13 +1,13 @@
 """The layout of a payload, and every check made on one that arrives.
 
-A payload is what one rank sends of one parameter group. It starts with a head of fixed size, which
-says what follows, and ends with a body of as many bytes as this shard took:
+A payload is what one rank sends of one parameter group. It starts with a header of fixed size,
+which says what follows, and ends with a body of as many bytes as this shard took:
 
-    head  +--------------------------------------------------------------------------------+
+    header  +--------------------------------------------------------------------------------+
           | magic, version | status | coder | number of runs | settings | sequence         |
           | body size, checksum | checksum of the shard itself (0: not asked for)           |
           | for each run: form, sizes of its three sections                                |
-          | checksum of the head                                                           |
+          | checksum of the header                                                           |
     body  | the sections, run after run (of a failed rank: what went wrong, as text)       |
           +--------------------------------------------------------------------------------+
 
@@ -32,9 +32,9 @@ from narrowcast.wire.coders import Coder
 MAGIC = b"NCAG"
 VERSION = 2
 _FIXED = struct.Struct("<4sBBBBIQQQQQ")
-_NUM_RUNS = struct.Struct("<I")  # within _FIXED
-_NUM_RUNS_OFFSET = 8
-_RUN = struct.Struct("<BQQQ")
+_NUM_CHUNKS = struct.Struct("<I")  # within _FIXED
+_NUM_CHUNKS_OFFSET = 8
+_CHUNK = struct.Struct("<BQQQ")
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -42,10 +42,10 @@ class Form(IntEnum):
     """What the sections of an encoded shard hold; the number travels on the wire."""
 
     RAW = 0  # bits
-    CODED = 1  # sign-and-mantissa plane, coded exponents
+    ENTROPY = 1  # sign-and-mantissa plane, coded exponents
     EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
-    EXPONENT_DIFFERENCE = 3  # sign-and-mantissa plane, coded difference of exponents
-    VALUE_DIFFERENCE = 4  # coded byte planes of the difference; nothing if unchanged
+    EXPONENT_DELTA = 3  # sign-and-mantissa plane, coded difference of exponents
+    DELTA = 4  # coded byte planes of the difference; nothing if unchanged
     # Of gradients (``narrowcast.reducescatter.codec``):
     ZEROS = 5  # nothing
     PLANES = 6  # sign-and-mantissa plane, coded where that is smaller; coded exponents
@@ -54,10 +54,10 @@ class Form(IntEnum):
 
 SECTIONS: dict[Form, int] = {
     Form.RAW: 1,
-    Form.CODED: 2,
+    Form.ENTROPY: 2,
     Form.EXPONENT_BLOCKS: 3,
-    Form.EXPONENT_DIFFERENCE: 2,
-    Form.VALUE_DIFFERENCE: 1,
+    Form.EXPONENT_DELTA: 2,
+    Form.DELTA: 1,
     Form.ZEROS: 0,
     Form.PLANES: 2,
     Form.HALVES: 3,
@@ -87,8 +87,8 @@ class Status(IntEnum):
 
 
 @dataclass(frozen=True)
-class Head:
-    """The head of a payload.
+class Header:
+    """The header of a payload.
 
     Attributes:
         settings: a digest of all that the ranks of a group must agree on.
@@ -96,7 +96,7 @@ class Head:
         body_size: in bytes.
         body_checksum, shard_checksum: from ``checksum``; of the body, and of the shard before it
             was encoded (0 where it is not to be verified).
-        runs: form and section sizes in bytes of each run.
+        chunks: form and section sizes in bytes of each run.
     """
 
     status: Status
@@ -106,12 +106,12 @@ class Head:
     body_size: int
     body_checksum: int
     shard_checksum: int
-    runs: tuple[tuple[Form, tuple[int, ...]], ...]
+    chunks: tuple[tuple[Form, tuple[int, ...]], ...]
 
 
-def head_size(num_runs: int) -> int:
-    """Bytes of the head of a payload with this many runs."""
-    return _FIXED.size + num_runs * _RUN.size + _CHECKSUM.size
+def header_size(num_chunks: int) -> int:
+    """Bytes of the header of a payload with this many chunks."""
+    return _FIXED.size + num_chunks * _CHUNK.size + _CHECKSUM.size
 
 
 def checksum(data: Tensor) -> int:
@@ -134,7 +134,7 @@ def word_checksum(data: Tensor) -> int:
 
 
 def pack(
-    encoded_runs: list[Encoded],
+    encoded_chunks: list[Encoded],
     *,
     coder: Coder,
     settings: int,
@@ -142,12 +142,12 @@ def pack(
     shard_checksum: int,
     device: torch.device,
 ) -> Tensor:
-    """The payload of one shard: head and body, uint8."""
-    body = [section for encoded in encoded_runs for section in encoded.sections]
-    size_of_head = head_size(len(encoded_runs))
-    payload = torch.cat([torch.empty(size_of_head, dtype=torch.uint8, device=device), *body])
-    body_bytes = payload[size_of_head:]
-    head = Head(
+    """The payload of one shard: header and body, uint8."""
+    body = [section for encoded in encoded_chunks for section in encoded.sections]
+    size_of_header = header_size(len(encoded_chunks))
+    payload = torch.cat([torch.empty(size_of_header, dtype=torch.uint8, device=device), *body])
+    body_bytes = payload[size_of_header:]
+    header = Header(
         Status.OK,
         (coder.wire_id, coder.wire_version),
         settings,
@@ -155,58 +155,60 @@ def pack(
         body_bytes.numel(),
         checksum(body_bytes),
         shard_checksum,
-        tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encoded_runs),
+        tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encoded_chunks),
     )
-    payload[:size_of_head] = _pack_head(head).to(device)
+    payload[:size_of_header] = _pack_header(header).to(device)
     return payload
 
 
 def pack_failure(
-    error: Exception, *, num_runs: int, settings: int, sequence: int, device: torch.device
+    error: Exception, *, num_chunks: int, settings: int, sequence: int, device: torch.device
 ) -> Tensor:
     """The payload of a rank that could not encode: every rank raises its ``error``, itself too."""
     message = f"{type(error).__name__}: {error}".partition("\n")[0]
     text = bytearray(message.encode(errors="replace"))
     body = torch.frombuffer(text, dtype=torch.uint8).to(device)
-    runs = ((Form.RAW, ()),) * num_runs
-    head = Head(Status.FAILED, (0, 0), settings, sequence, body.numel(), checksum(body), 0, runs)
-    return torch.cat([_pack_head(head).to(device), body])
+    chunks = ((Form.RAW, ()),) * num_chunks
+    header = Header(
+        Status.FAILED, (0, 0), settings, sequence, body.numel(), checksum(body), 0, chunks
+    )
+    return torch.cat([_pack_header(header).to(device), body])
 
 
-def _pack_head(head: Head) -> Tensor:
-    fields = (head.status, *head.coder, len(head.runs), head.settings, head.sequence)
-    sizes = (head.body_size, head.body_checksum, head.shard_checksum)
+def _pack_header(header: Header) -> Tensor:
+    fields = (header.status, *header.coder, len(header.chunks), header.settings, header.sequence)
+    sizes = (header.body_size, header.body_checksum, header.shard_checksum)
     packed = bytearray(_FIXED.pack(MAGIC, VERSION, *fields, *sizes))
-    for form, sections in head.runs:
-        packed += _RUN.pack(form, *(*sections, 0, 0, 0)[:3])
+    for form, sections in header.chunks:
+        packed += _CHUNK.pack(form, *(*sections, 0, 0, 0)[:3])
     packed += _CHECKSUM.pack(zlib.crc32(packed))
     return torch.frombuffer(packed, dtype=torch.uint8)
 
 
-def unpack_head(data: bytes, num_runs: int) -> Head:
-    """Reads a head.
+def unpack_header(data: bytes, num_chunks: int) -> Header:
+    """Reads a header.
 
     Raises:
         PayloadError: it is damaged, or of another format.
     """
-    if len(data) != head_size(num_runs):
-        raise PayloadError(f"has a head of {len(data)} bytes, not {head_size(num_runs)}")
+    if len(data) != header_size(num_chunks):
+        raise PayloadError(f"has a header of {len(data)} bytes, not {header_size(num_chunks)}")
     content, stored = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     if content[:4] != MAGIC:
         raise PayloadError(f"starts with {content[:4]!r}, not with {MAGIC!r}")
     if content[4] != VERSION:
         raise PayloadError(f"has format version {content[4]}, this narrowcast reads {VERSION}")
     if _CHECKSUM.pack(zlib.crc32(content)) != stored:
-        raise PayloadError("has a head that fails its checksum")
+        raise PayloadError("has a header that fails its checksum")
     _, _, status, *coder, _, settings, sequence, size, body_checksum, shard_checksum = (
         _FIXED.unpack_from(content)
     )
-    runs = []
-    for run in range(num_runs):
-        number, *sections = _RUN.unpack_from(content, _FIXED.size + run * _RUN.size)
+    chunks = []
+    for chunk in range(num_chunks):
+        number, *sections = _CHUNK.unpack_from(content, _FIXED.size + chunk * _CHUNK.size)
         form = Form(number)
-        runs.append((form, tuple(sections[: SECTIONS[form]])))
-    return Head(
+        chunks.append((form, tuple(sections[: SECTIONS[form]])))
+    return Header(
         Status(status),
         tuple(coder),
         settings,
@@ -214,77 +216,78 @@ def unpack_head(data: bytes, num_runs: int) -> Head:
         size,
         body_checksum,
         shard_checksum,
-        tuple(runs),
+        tuple(chunks),
     )
 
 
-def num_runs_of(data: bytes) -> int:
-    """How many runs a head says that it has."""
-    (num_runs,) = _NUM_RUNS.unpack_from(data, _NUM_RUNS_OFFSET)
-    return num_runs
+def num_chunks_of(data: bytes) -> int:
+    """How many runs a header says that it has."""
+    (num_chunks,) = _NUM_CHUNKS.unpack_from(data, _NUM_CHUNKS_OFFSET)
+    return num_chunks
 
 
-def unpack(payload: Tensor) -> tuple[Head, Tensor]:
-    """The head and the body of a payload, uint8, that says itself how many runs it has.
+def unpack(payload: Tensor) -> tuple[Header, Tensor]:
+    """The header and the body of a payload, uint8, that says itself how many runs it has.
 
     Raises:
-        PayloadError: the head is damaged, or of another format.
+        PayloadError: the header is damaged, or of another format.
     """
     start = _bytes(payload[: _FIXED.size])
     if len(start) < _FIXED.size:
-        raise PayloadError(f"has {len(start)} bytes, less than a head")
-    num_runs = num_runs_of(start)
-    size_of_head = head_size(num_runs)
-    return unpack_head(_bytes(payload[:size_of_head]), num_runs), payload[size_of_head:]
+        raise PayloadError(f"has {len(start)} bytes, less than a header")
+    num_chunks = num_chunks_of(start)
+    size_of_header = header_size(num_chunks)
+    return unpack_header(_bytes(payload[:size_of_header]), num_chunks), payload[size_of_header:]
 
 
 def _bytes(data: Tensor) -> bytes:
     return data.cpu().numpy().tobytes()
 
 
-def check_agreement(heads: dict[int, Head]) -> None:
+def check_agreement(headers: dict[int, Header]) -> None:
     """Whether the shards of a gather can be decoded with each other's caches.
 
     Args:
-        heads: by global rank. Each rank's own is among them, so that all come to the same verdict.
+        headers: by global rank. Each rank's own is among them, so that all come to the same
+            verdict.
 
     Raises:
         SettingsError, OutOfStepError: they cannot.
     """
-    if len({head.settings for head in heads.values()}) > 1:
+    if len({header.settings for header in headers.values()}) > 1:
         raise SettingsError(
-            f"ranks {list(heads)} were given different settings. Give every rank the same model, "
-            "mesh, treatment, exponent_exchange, block_size, block_check, coder, verify_interval "
-            "and parameters"
+            f"ranks {list(headers)} were given different settings. Give every rank the same model, "
+            "mesh, compression, exponent_coding, block_size, block_check, entropy_coder, "
+            "verify_interval and parameters"
         )
-    sound = {rank: head for rank, head in heads.items() if head.status == Status.OK}
-    if len({head.coder for head in sound.values()}) > 1:
-        coders = {rank: head.coder for rank, head in sound.items()}
+    sound = {rank: header for rank, header in headers.items() if header.status == Status.OK}
+    if len({header.coder for header in sound.values()}) > 1:
+        coders = {rank: header.coder for rank, header in sound.items()}
         raise SettingsError(
             f"ranks use different coders (rank: (id, version)): {coders}. Install the same "
             "releases on every rank"
         )
-    if len({head.sequence for head in heads.values()}) > 1:
-        sequences = {rank: head.sequence for rank, head in heads.items()}
+    if len({header.sequence for header in headers.values()}) > 1:
+        sequences = {rank: header.sequence for rank, header in headers.items()}
         raise OutOfStepError(
             f"ranks keep the values of different gathers (rank: count): {sequences}. A cache was "
             "dropped or a gather missed: call reset() of the handle on every rank, or restart"
         )
 
 
-def unpack_body(head: Head, body: Tensor) -> list[Encoded]:
-    """Cuts a body into its runs, after checking it.
+def unpack_body(header: Header, body: Tensor) -> list[Encoded]:
+    """Cuts a body into its chunks, after checking it.
 
     Raises:
         PayloadError: the body is damaged.
         SenderError: it is the message of a rank that could not encode.
     """
-    if checksum(body) != head.body_checksum:
+    if checksum(body) != header.body_checksum:
         raise PayloadError("has a body that fails its checksum: it was damaged on its way")
-    if head.status == Status.FAILED:
+    if header.status == Status.FAILED:
         message = _bytes(body).decode(errors="replace")
         raise SenderError(f"says that its rank could not encode: {message}")
-    if sum(size for _, sizes in head.runs for size in sizes) != body.numel():
+    if sum(size for _, sizes in header.chunks for size in sizes) != body.numel():
         raise PayloadError("has sections that do not add up to its body")
-    sections = iter(body.split([size for _, sizes in head.runs for size in sizes]))
-    return [Encoded(form, tuple(next(sections) for _ in sizes)) for form, sizes in head.runs]
+    sections = iter(body.split([size for _, sizes in header.chunks for size in sizes]))
+    return [Encoded(form, tuple(next(sections) for _ in sizes)) for form, sizes in header.chunks]
