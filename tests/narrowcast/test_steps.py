@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
+from tests.narrowcast.autotune.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.test_all_gather import COMPRESSIONS
-from tests.narrowcast.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.training import local, same_bits
 
 SOON_S = 20

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtitan.tools.logging import logger as torchtitan_logger
 
 from narrowcast.telemetry.ledger import COLLECTIVES, StepVolume
-from tests.narrowcast.test_controller import SLOW, ever_other_choices, on_a_link
+from tests.narrowcast.autotune.test_controller import SLOW, ever_other_choices, on_a_link
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml

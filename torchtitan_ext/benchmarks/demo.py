@@ -65,22 +65,22 @@ COMPRESSIONS = {
     ),
     "entropy": Compression("entropy", (_COMPRESSION, "entropy"), once=True),
     # The exchange of the one below, and its order of sums, which need not be the backend's.
-    "raw_gradients": Compression(
-        "plain, raw gradients",
+    "uncompressed_gradients": Compression(
+        "plain, uncompressed gradients",
         (_PLAIN, _GRADIENTS, _GRADIENTS_COMPRESSION, "none"),
         once=True,
         equal_to=None,
     ),
-    "value_gradients": Compression(
-        "value, coded gradients",
+    "delta_gradients": Compression(
+        "value, entropy-coded gradients",
         (_COMPRESSION, "delta", _GRADIENTS),
         once=True,
-        equal_to="raw_gradients",
+        equal_to="uncompressed_gradients",
     ),
 }
 # What fits into eight minutes on two cores.
-DEFAULT_COMPRESSIONS = ("plain_kept", "delta", "exponent", "blocks", "value_gradients")
-QUICK_COMPRESSIONS = ("delta", "value_gradients")
+DEFAULT_COMPRESSIONS = ("plain_kept", "delta", "exponent", "blocks", "delta_gradients")
+QUICK_COMPRESSIONS = ("delta", "delta_gradients")
 
 
 def run_demo(

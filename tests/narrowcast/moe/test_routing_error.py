@@ -12,7 +12,7 @@ from narrowcast.moe import dispatch as module
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.dispatch import Level, dispatch, one_level, two_levels
 from narrowcast.moe.routing_error import RoutingError, has_faults
-from tests.narrowcast.experts.moe_layer import deduplicated, random_layer
+from tests.narrowcast.moe.moe_layer import deduplicated, random_layer
 from tests.narrowcast.training import same_bits
 
 NUM_SLOTS = 8

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather
 from narrowcast.fsdp2 import param_groups
-from narrowcast.wire.packet import head_size
+from narrowcast.wire.packet import header_size
 from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import Setup, build, local, narrow, same_bits, state_of, train
 
@@ -131,4 +131,4 @@ def _later_bits_and_groups() -> tuple[int, int]:
 
 def test_an_unchanged_value_shard_sends_its_head_alone(ranks) -> None:
     for bits, num_groups in ranks(4).run(_later_bits_and_groups):
-        assert bits == 8 * head_size(1) * num_groups
+        assert bits == 8 * header_size(1) * num_groups

@@ -181,7 +181,7 @@ def test_what_the_interface_sends_stands_beside_the_ledger() -> None:
 def test_slow_links_of_nodes_shows_its_usage_before_it_does_anything(
     arguments: tuple[str, str],
 ) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "slow_links"
+    script = Path(__file__).parents[3] / "scripts" / "slow_links"
     done = subprocess.run([script, *arguments, "true"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "NODESxRANKS RATE_WITHIN/RATE_BETWEEN command" in done.stderr

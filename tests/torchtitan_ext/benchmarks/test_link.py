@@ -59,7 +59,7 @@ def test_a_collective_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch)
     "arguments", [("2", "1gbit"), ("x", "1gbit", "true"), ("300", "1gbit", "true")]
 )
 def test_slow_links_shows_its_usage_before_it_does_anything(arguments: tuple[str, ...]) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "slow_links"
+    script = Path(__file__).parents[3] / "scripts" / "slow_links"
     done = subprocess.run([script, *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert "scripts/slow_links RANKS RATE command" in done.stderr

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from narrowcast.moe import dispatch as module
 from narrowcast.moe.dispatch import RowLayout, combine, dispatch
-from tests.narrowcast.experts.moe_layer import (
+from tests.narrowcast.moe.moe_layer import (
     MoELayer,
     deduplicated,
     fresh,

@@ -8,7 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.swiglu import ExpertRows, modulated_swiglu, swiglu_experts
-from tests.narrowcast.experts.moe_layer import MoELayer, error, fresh, random_layer, results
+from tests.narrowcast.moe.moe_layer import MoELayer, error, fresh, random_layer, results
 
 
 def activations(dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from torchtitan_ext.toml.load import TomlError, load_config, to_toml
 
 QWEN = '[base]\nmodule = "qwen3"\nconfig = "qwen3_moe_debug"\n'
 DEEPSEEK = '[base]\nmodule = "deepseek_v3"\nconfig = "deepseek_v3_debugmodel"\n'
-DOCS = Path(__file__).parents[2] / "docs" / "toml.md"
+DOCS = Path(__file__).parents[3] / "docs" / "toml.md"
 
 _kept = qwen3_moe_debug()
 
@@ -634,7 +634,7 @@ def test_every_toml_example_of_the_reference_page_loads(load):
 
 
 @pytest.mark.parametrize(
-    ("delta", "written"),
+    ("value", "written"),
     [
         (True, "true"),
         (None, '"None"'),

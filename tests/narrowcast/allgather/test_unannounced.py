@@ -1,6 +1,6 @@
 """What a change costs that nobody announced: the buffer that was announced, and the payload again.
 
-`python -m tests.narrowcast.test_unannounced` prints the figures of docs/all_gather.md.
+`python -m tests.narrowcast.allgather.test_unannounced` prints the figures of docs/all_gather.md.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from narrowcast.moe.brim import merge, scatter
 from narrowcast.moe.dispatch import Dispatched, dispatch, one_level, two_levels
-from tests.narrowcast.experts.moe_layer import (
+from tests.narrowcast.moe.moe_layer import (
     WEIGHTS,
     MoELayer,
     Results,

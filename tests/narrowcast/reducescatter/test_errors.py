@@ -16,8 +16,8 @@ from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.reducescatter import codec, comm
 from narrowcast.wire.coders import Zstd
 from narrowcast.wire.packet import header_size
-from tests.narrowcast.test_errors import SOON_S, _assert_same_error, _is_culprit
-from tests.narrowcast.test_reduce_scatter import CODED
+from tests.narrowcast.allgather.test_errors import SOON_S, _assert_same_error, _is_culprit
+from tests.narrowcast.reducescatter.test_reduce_scatter import CODED
 from tests.narrowcast.training import (
     DIM,
     Setup,

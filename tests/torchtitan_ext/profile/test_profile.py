@@ -242,7 +242,7 @@ def raises(self):
 def _narrowcast_profile(folder: Path, tmp_path: Path, failing: int) -> subprocess.Popen:
     toml = write_toml(folder, folder / "corpus", tmp_path / "failing", config="failing")
     toml.write_text(toml.read_text().replace("tests.torchtitan_ext.tiny", "failing"))
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *sys.path])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3]), *sys.path])
     command = [sys.executable, "-m", "narrowcast.cli", "profile", "--ranks", "2"]
     command += ["--job.config_file", str(toml), "--profile.steps", "40"]
     return subprocess.Popen(

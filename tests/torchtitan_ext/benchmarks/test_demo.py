@@ -154,20 +154,20 @@ def test_a_run_is_compared_with_the_one_that_it_must_equal(tmp_path: Path, plain
     other_order = {"losses": [4 - 0.1 * i for i in range(STEPS)]}
     raw = make_run(tmp_path / "none", **other_order)
     coded = make_run(tmp_path / "entropy", **other_order)
-    assert summary_of(coded, plain, raw, "value_gradients").as_it_must_be
-    assert not summary_of(coded, plain, plain, "value_gradients").as_it_must_be
-    assert not summary_of(plain, plain, raw, "value_gradients").as_it_must_be
+    assert summary_of(coded, plain, raw, "delta_gradients").as_it_must_be
+    assert not summary_of(coded, plain, plain, "delta_gradients").as_it_must_be
+    assert not summary_of(plain, plain, raw, "delta_gradients").as_it_must_be
 
 
 def test_another_order_of_sums_is_told_and_is_no_failure(tmp_path: Path, plain: Path) -> None:
     run = make_run(tmp_path / "run", losses=[5.5 - 0.1 * i for i in range(STEPS)])
-    summary = summary_of(run, plain, compression="raw_gradients")
+    summary = summary_of(run, plain, compression="uncompressed_gradients")
     assert summary.max_loss_difference == pytest.approx(0.5, abs=1e-6)
     assert summary.as_it_must_be
 
 
 @pytest.mark.parametrize(
-    ("delta", "plain_value"),
+    ("value", "plain_value"),
     [(1.0, 1.0 + 2**-23), (-0.0, 0.0), (float("nan"), 1.0), (float("inf"), -float("inf"))],
 )
 def test_a_parameter_that_differs_in_any_bit_is_told(value: float, plain_value: float) -> None:
@@ -215,14 +215,14 @@ def test_a_run_follows_those_that_it_is_compared_with() -> None:
 def test_only_what_sums_in_another_order_than_plain_need_not_equal_it() -> None:
     equal_to = {j.compression: j.equal_to for j in demo.plan(60, list(demo.COMPRESSIONS), [1e-4])}
     assert equal_to.pop("plain") is None
-    assert equal_to.pop("raw_gradients") is None
-    assert equal_to.pop("value_gradients") == "lr1e-4-raw_gradients"
+    assert equal_to.pop("uncompressed_gradients") is None
+    assert equal_to.pop("delta_gradients") == "lr1e-4-uncompressed_gradients"
     assert set(equal_to.values()) == {"lr1e-4-plain"}
 
 
 def test_what_a_run_must_equal_runs_too() -> None:
-    jobs = demo.plan(60, ["value_gradients"], [1e-4, 1e-5])
-    names = ["lr1e-4-plain", "lr1e-4-raw_gradients", "lr1e-4-value_gradients", "lr1e-5-plain"]
+    jobs = demo.plan(60, ["delta_gradients"], [1e-4, 1e-5])
+    names = ["lr1e-4-plain", "lr1e-4-uncompressed_gradients", "lr1e-4-delta_gradients", "lr1e-5-plain"]
     assert [j.name for j in jobs] == names
 
 
@@ -255,7 +255,7 @@ def test_the_demo_writes_a_summary(
     summary = json.loads((quick / "summary.json").read_text())
     assert (summary["world_size"], summary["parameters"]) == (4, 1200)
     compressions = [run["compression"] for run in summary["runs"]]
-    assert compressions == ["plain", "delta", "raw_gradients", "value_gradients"]
+    assert compressions == ["plain", "delta", "uncompressed_gradients", "delta_gradients"]
     assert summary["runs"][1]["plain_losses"] == summary["runs"][0]["losses"]
     for run in summary["runs"]:
         assert run["max_loss_difference"] == run["max_parameter_difference"] == 0
@@ -269,11 +269,11 @@ def test_the_demo_fails_loudly_where_anything_differs(
     trained: dict, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
     different = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
-    trained.update({"lr1e-4-value": different, "lr1e-4-value_gradients": different})
+    trained.update({"lr1e-4-value": different, "lr1e-4-delta_gradients": different})
     assert demo.main() == 1
     shown = capsys.readouterr()
     assert "*** lr1e-4-value IS DIFFERENT FROM lr1e-4-plain ***" in shown.err
-    assert "*** lr1e-4-value_gradients IS DIFFERENT FROM lr1e-4-raw_gradients ***" in shown.err
+    assert "*** lr1e-4-delta_gradients IS DIFFERENT FROM lr1e-4-uncompressed_gradients ***" in shown.err
     assert "last bit" not in shown.out
 
 
@@ -281,20 +281,20 @@ def test_coded_gradients_must_equal_the_raw_ones_and_not_plain(
     trained: dict, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
     other_order = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
-    trained.update({"lr1e-4-raw_gradients": other_order, "lr1e-4-value_gradients": other_order})
+    trained.update({"lr1e-4-uncompressed_gradients": other_order, "lr1e-4-delta_gradients": other_order})
     assert demo.main() == 0
-    trained["lr1e-4-value_gradients"] = {}  # as plain
+    trained["lr1e-4-delta_gradients"] = {}  # as plain
     assert demo.main() == 1
-    assert "value_gradients IS DIFFERENT" in capsys.readouterr().err
+    assert "delta_gradients IS DIFFERENT" in capsys.readouterr().err
 
 
 def test_the_tables_show_a_run_a_line_and_fit_a_wide_terminal(
     trained: dict, tmp_path: Path
 ) -> None:
     bits = {"first_gather": 11.11, "later_gathers": 11.11, "gradients": 9.87}
-    trained["lr1e-4-value_gradients"] = {"bits": bits, "zeros": 0.125}
-    trained["lr1e-4-raw_gradients"] = {"losses": [5.0] * STEPS}
-    trained["lr1e-4-value_gradients"] |= trained["lr1e-4-raw_gradients"]
+    trained["lr1e-4-delta_gradients"] = {"bits": bits, "zeros": 0.125}
+    trained["lr1e-4-uncompressed_gradients"] = {"losses": [5.0] * STEPS}
+    trained["lr1e-4-delta_gradients"] |= trained["lr1e-4-uncompressed_gradients"]
     compressions = list(demo.COMPRESSIONS)
     shown = tables(
         demo.run_demo(
@@ -307,7 +307,7 @@ def test_the_tables_show_a_run_a_line_and_fit_a_wide_terminal(
     (wire,) = (line for line in shown.splitlines() if "9.87" in line)
     assert "12.5%" in wire
     (raw,) = (line for line in shown.splitlines() if "none: other order of sums" in line)
-    assert demo.COMPRESSIONS["raw_gradients"].label in raw
+    assert demo.COMPRESSIONS["uncompressed_gradients"].label in raw
 
 
 def test_a_second_demo_leaves_nothing_of_the_first(trained: dict, tmp_path: Path) -> None:
