@@ -1,5 +1,521 @@
-"""Settings."""
+"""Every setting, said once: one frozen dataclass a feature.
 
-# Shorter runs are more calls of tensor operations: on a CPU a gather takes 7 % longer with half as
-# many values, 27 % with a quarter, and no less with twice as many (docs/benchmarks.md has the job).
+A field has its type, its default, what values are allowed, and below it what it means. From these
+come the arguments of the Python calls, the TOML sections `[narrowcast.*]`, their reference page and
+what `--print-config` prints.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar, Literal, get_args, get_origin
+
+# Shorter chunks are more calls of tensor operations: on a CPU a gather takes 7 % longer with half
+# as many values, 27 % with a quarter, and no less with twice as many.
 MAX_CHUNK_VALUES = 1 << 18
+
+
+def _checked(default: Any, allowed: str, is_allowed: Callable[[Any], bool]) -> Any:
+    """A field that takes values of which its type does not say all."""
+    metadata = {"allowed": allowed, "is_allowed": is_allowed}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def _integer(default: int, at_least: int, at_most: int | None = None) -> Any:
+    """An integer field within bounds."""
+    allowed = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+    return _checked(
+        default,
+        f"an integer {allowed}",
+        lambda value: (
+            _is_integer(value) and value >= at_least and (at_most is None or value <= at_most)
+        ),
+    )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_patterns(value: Any) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(pattern, str) and pattern for pattern in value)
+    )
+
+
+class Section:
+    """A TOML section of one feature, checked when it is made.
+
+    Attributes:
+        path: of the section.
+        renamed: the keys of earlier releases, and what they are called now.
+        renamed_values: the same of the values of a key.
+
+    Raises:
+        ValueError: a value is not allowed, or cannot work with another. The message names the key,
+            the value and what is allowed.
+    """
+
+    path: ClassVar[str]
+    renamed: ClassVar[dict[str, str]] = {}
+    renamed_values: ClassVar[dict[str, dict[str, str]]] = {}
+
+    def __post_init__(self) -> None:
+        for one in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, one.name)
+            if not _is_allowed(one, value):
+                renamed = self.renamed_values.get(one.name, {})
+                cure = ""
+                if isinstance(value, str) and value in renamed:
+                    cure = f'; "{value}" is called "{renamed[value]}" now'
+                raise ValueError(
+                    f"{self.path}.{one.name} = {value!r}: must be {allowed_values(one)}{cure}"
+                )
+        self._check()
+
+    def _check(self) -> None:
+        """Raises a ValueError where values cannot work with each other."""
+
+    def default_of(self, name: str) -> Any:
+        return defaults(type(self))[name]
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Any:
+        """The section with these keys set, as the Python calls are given them.
+
+        Raises:
+            ValueError: a key is not one of the section's, or its value is not allowed. The message
+                names the key without the section.
+        """
+        for name in settings:
+            if name not in defaults(cls):
+                raise ValueError(f"{name} = {settings[name]!r}: {unknown_key(name, [cls])}")
+        try:
+            return cls(**settings)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix(f"{cls.path}.")) from None
+
+
+def _is_allowed(one: Field, value: Any) -> bool:
+    if get_origin(one.type) is Literal:
+        return any(value is choice or value == choice for choice in get_args(one.type))
+    if one.type is bool:
+        return isinstance(value, bool)
+    return one.metadata["is_allowed"](value)
+
+
+def allowed_values(one: Field) -> str:
+    """What a field accepts, in words; empty where its type says all."""
+    if get_origin(one.type) is Literal:
+        return " or ".join(f'"{value}"' for value in get_args(one.type))
+    return "true or false" if one.type is bool else one.metadata.get("allowed", "")
+
+
+@functools.cache
+def _meanings(cls: type) -> dict[str, str]:
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        stated.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
+        for stated, text in itertools.pairwise(body)
+        if isinstance(stated, ast.AnnAssign)
+        and isinstance(text, ast.Expr)
+        and isinstance(stated.target, ast.Name)
+        and isinstance(text.value, ast.Constant)
+    }
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """What each field of a section means, on one line: the text below it."""
+    return dict(_meanings(cls))
+
+
+def defaults(cls: type) -> dict[str, Any]:
+    """The default of each field of a section."""
+    return {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory()
+        for one in fields(cls)
+    }
+
+
+def unknown_key(key: str, sections: Iterable[type]) -> str:
+    """What is said of a key that no section has: the name that it has now, or one that is close."""
+    import difflib
+
+    sections = list(sections)
+    renamed = {old: new for one in sections for old, new in getattr(one, "renamed", {}).items()}
+    allowed = [name for one in sections for name in defaults(one)]
+    close = difflib.get_close_matches(key, allowed, n=1)
+    hint = f'; it is called "{renamed[key]}" now' if key in renamed else ""
+    hint = hint or (f'; did you mean "{close[0]}"?' if close else "")
+    return f"unknown key{hint} (allowed: {', '.join(allowed)})"
+
+
+def takes_settings_of(cls: type, *left_out: str) -> Callable[[Callable], Callable]:
+    """Gives a function, which takes the fields of a section as ``**settings``, their signature and
+    their meanings."""
+
+    def decorated(function: Callable) -> Callable:
+        own = inspect.signature(function)
+        rest = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        settings = [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults(cls)[one.name],
+                annotation=one.type,
+            )
+            for one in fields(cls)
+            if one.name not in left_out
+        ]
+        function.__signature__ = own.replace(parameters=[*rest, *settings])  # type: ignore[attr-defined]
+        lines = [
+            textwrap.fill(
+                f"{one.name}: {_meanings(cls)[one.name]} Allowed: {allowed_values(one)}.",
+                width=96,
+                initial_indent="    ",
+                subsequent_indent="        ",
+                break_long_words=False,
+            )
+            for one in fields(cls)
+            if one.name not in left_out
+        ]
+        function.__doc__ = inspect.cleandoc(function.__doc__ or "")
+        function.__doc__ += "\n\nSettings:\n" + "\n".join(lines) + "\n"
+        return function
+
+    return decorated
+
+
+_OLD_COMPRESSIONS = {"value": "delta", "coded": "entropy", "raw": "none"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllGatherConfig(Section):
+    path = "narrowcast.all_gather"
+    renamed = {
+        "treatment": "compression",
+        "exponent_exchange": "exponent_coding",
+        "coder": "entropy_coder",
+    }
+    renamed_values = {
+        "compression": _OLD_COMPRESSIONS,
+        "exponent_coding": {"difference": "delta"},
+    }
+
+    enable: bool = False
+    """Gather FSDP parameters through narrowcast's lossless compression instead of plain FSDP2."""
+
+    compression: Literal["auto", "observe", "delta", "exponent", "entropy", "none"] = "auto"
+    """
+    What receivers cache between gathers, and so what is left to send. "auto": for each shard what
+    reduces step time on this very link, within cache_budget_gib, or plain FSDP2 where nothing does;
+    chosen after warmup_steps of plain FSDP2. "observe": plain FSDP2, and a report of what "auto"
+    would choose. "delta": the values (2 bytes a bf16 parameter) are cached, and the entropy-coded
+    difference is sent. "exponent": the exponents (1 byte a parameter), and sign, mantissa and the
+    change of the exponents are sent. "entropy": nothing, and sign, mantissa and entropy-coded
+    exponents are sent. "none": all bits are sent.
+    """
+
+    cache_budget_gib: float = _checked(
+        4.0, "a number of at least 0", lambda value: _is_number(value) and value >= 0
+    )
+    """
+    Memory in GiB that compression "auto" may cache on a rank, and "observe" reckons with. A hard
+    limit. The table of choices says what more would gain.
+    """
+
+    cache_device: Literal["device", "cpu"] = "device"
+    """
+    Where receivers cache: in the memory of the device, or in pinned memory of the host, fetched
+    back ahead of use.
+    """
+
+    selection: Literal["exact", "ratio"] = "exact"
+    """
+    How compression "auto" chooses under the budget. "exact": the least time of all choices, by an
+    integer program. "ratio": the rule of the CIERA paper, by gain over memory while it lasts.
+    """
+
+    warmup_steps: int = _integer(30, at_least=3)
+    """
+    Steps of plain FSDP2 that compressions "auto" and "observe" sample, in at most 2 % of their
+    time, before they choose.
+    """
+
+    reselect_interval: int = _integer(100, at_least=0)
+    """
+    Steps from one choice of compression "auto" to the next. A compression is changed where that
+    gains more until the next choice than the cold cache costs. 0 means that the first choice stays.
+    "observe" reports as often, and changes nothing.
+    """
+
+    exponent_coding: Literal["delta", "blocks"] = "delta"
+    """
+    How compression "exponent" sends exponents: the entropy-coded difference to the cached ones, or
+    a bitmap and the exponents of the blocks that changed, which is the form of the CIERA paper.
+    """
+
+    block_size: int = _integer(512, at_least=1, at_most=MAX_CHUNK_VALUES)
+    """Values per block of exponent_coding "blocks"."""
+
+    block_check: Literal["compare", "hash"] = "compare"
+    """
+    How the sender notices changed blocks. "compare": exactly, with the exponents it caches, 1 byte
+    a value. "hash": by a 128-bit hash (two SplitMix64), 16 bytes a block.
+    """
+
+    entropy_coder: Literal["auto", "zstd"] = "auto"
+    """The entropy coder. "auto" takes the fastest one that works on the parameters' device."""
+
+    verify_interval: int = _integer(0, at_least=0)
+    """
+    Every how many gathers of a parameter group the ranks compare checksums of what they rebuilt.
+    0 means never.
+    """
+
+    parameters: list[str] = _checked(["*"], "one or more patterns", _is_patterns)
+    """
+    Patterns (fnmatch) of the names of the parameters that are compressed; the others are sent as
+    they are. On the command line: A,B,C.
+    """
+
+    @property
+    def chooses(self) -> bool:
+        """Whether compressions are chosen by what was measured."""
+        return self.compression in ("auto", "observe")
+
+    def _check(self) -> None:
+        for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
+            value, default = getattr(self, name), self.default_of(name)
+            if value != default and not self.chooses:
+                raise ValueError(
+                    f'{self.path}.{name} = {value!r}: works with compression = "auto" or '
+                    f'"observe", not "{self.compression}": leave it out, or at {default!r}'
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReduceScatterConfig(Section):
+    path = "narrowcast.reduce_scatter"
+    renamed = {"treatment": "compression", "coder": "entropy_coder"}
+    renamed_values = {"compression": _OLD_COMPRESSIONS}
+
+    enable: bool = False
+    """
+    Send gradients compressed, each contribution to its owner, which sums them in the order of the
+    ranks. Every contribution arrives bitwise identical. The sum is one in fp32 (or the reduce
+    dtype) in a fixed order: a run repeats bit for bit, whatever the backend. It is plain FSDP2's
+    bit for bit at two ranks; at more, where the backend sums in another order, it differs as two
+    orders do.
+    """
+
+    compression: Literal["entropy", "none"] = "entropy"
+    """
+    "entropy": the bits that bf16 gradients cast to fp32 hold, with exponents and zeros
+    entropy-coded. "none": all bits, by the same exchange and with the same sum.
+    """
+
+    entropy_coder: Literal["auto", "zstd"] = "auto"
+    """The entropy coder. "auto" takes the fastest one that works on the gradients' device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingTraceConfig(Section):
+    path = "narrowcast.routing_trace"
+
+    enable: bool = False
+    """
+    Record which experts the tokens of chosen steps select in every MoE layer, into one file that
+    `narrowcast trace show` and `narrowcast placement plan` read. Training is not changed.
+    """
+
+    file: str = _checked(
+        "routing_trace.safetensors", "a path, not empty", lambda value: _is_text(value) and value
+    )
+    """Where the trace goes, after the last recorded step. Relative to dump_folder."""
+
+    first_step: int = _integer(1, at_least=1)
+    """The first recorded step."""
+
+    num_steps: int = _integer(1, at_least=1)
+    """How many steps are recorded."""
+
+    interval: int = _integer(1, at_least=1)
+    """Every how many steps one is recorded, from first_step on."""
+
+    scores: bool = False
+    """Record the routing scores of the selected experts too: 4 bytes each, where an id takes 1."""
+
+    max_mib: int = _integer(256, at_least=1)
+    """
+    Limit of the file's size. Where the tokens of the chosen steps take more, evenly spaced ones of
+    every step are recorded.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig(Section):
+    path = "narrowcast.placement"
+
+    file: str = _checked("", "a path; empty for none", _is_text)
+    """
+    Train with the placement of this file (`narrowcast placement plan`). One of file, trace and
+    after_steps switches placement on. Losses are those of training without: only where experts
+    live changes (with dispatch.deduplicate sums are made rank by rank: losses up to rounding).
+    Needs parallelism.expert_parallel_degree > 1.
+    """
+
+    trace: str = _checked("", "a path; empty for none", _is_text)
+    """Plan a placement from this trace at the start, and train with it."""
+
+    after_steps: int = _integer(0, at_least=0)
+    """
+    Watch the run's own first so many steps, plan a placement from them, and move the experts.
+    0 means never.
+    """
+
+    every_steps: int = _checked(
+        0,
+        "0, or an integer of at least after_steps",
+        lambda value: _is_integer(value) and value >= 0,
+    )
+    """
+    With after_steps: plan again every so many steps, each time from the after_steps steps before.
+    0 means once.
+    """
+
+    method: Literal["rows", "pairwise", "occult", "random", "contiguous"] = "rows"
+    """
+    How a placement is planned. "rows": search on the rows sent, the number of ranks that a token
+    goes to. "pairwise": the local search of Expert Coupling on pairs that share a rank. "occult":
+    algorithm 1 of Occult. "random" and "contiguous" are for comparison.
+    """
+
+    nodes: int = _integer(1, at_least=1)
+    """
+    Nodes that the ranks of an expert-parallel group are spread over. A placement is planned for the
+    nodes first, then for the ranks of each. Method "rows" keeps groups of a node-limited router on
+    one node.
+    """
+
+    max_load: float = _checked(
+        0.0,
+        "0, or a number of at least 1",
+        lambda value: _is_number(value) and (value == 0 or value >= 1),
+    )
+    """
+    Bound on the assignments of the busiest rank over the mean, for method "rows". It comes before
+    rows. 0 means 1.1, or what the ranks have without a placement where that is more. As many as
+    there are ranks lifts it.
+    """
+
+    cross_node_weight: float = _checked(
+        0.0, "a number of at least 0", lambda value: _is_number(value) and value >= 0
+    )
+    """
+    What one more node of a token costs, in rows within a node, for method "rows" and nodes > 1.
+    0 means that nodes come first, whatever it costs within them.
+    """
+
+    @property
+    def enable(self) -> bool:
+        return bool(self.file or self.trace or self.after_steps)
+
+    def _check(self) -> None:
+        if 0 < self.every_steps < self.after_steps:
+            raise ValueError(
+                f"{self.path}.every_steps = {self.every_steps}: must be 0, or an integer of at "
+                "least after_steps"
+            )
+        sources = {"file": self.file, "trace": self.trace, "after_steps": self.after_steps}
+        given = [f"{name} = {value!r}" for name, value in sources.items() if value]
+        if len(given) > 1:
+            raise ValueError(f"{self.path}: {' and '.join(given)}: give one of them")
+        if self.every_steps and not self.after_steps:
+            raise ValueError(
+                f"{self.path}.every_steps = {self.every_steps}: works with after_steps, "
+                "which is not given"
+            )
+        bounds = {"max_load": self.max_load, "cross_node_weight": self.cross_node_weight}
+        for name, value in bounds.items():
+            if value and self.method != "rows":
+                raise ValueError(
+                    f'{self.path}.{name} = {value}: works with method = "rows", not "{self.method}"'
+                )
+        if self.cross_node_weight and self.nodes == 1:
+            raise ValueError(
+                f"{self.path}.cross_node_weight = {self.cross_node_weight}: works with nodes > 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchConfig(Section):
+    path = "narrowcast.dispatch"
+
+    deduplicate: bool = False
+    """
+    Send a token once to each expert-parallel rank that holds any of its experts, and get one
+    partial sum back, instead of a row for each expert. Routers select the same experts. Sums are
+    made in another order than torchtitan's, in fp32, and repeat bit for bit. Needs
+    parallelism.expert_parallel_degree > 1.
+    """
+
+    nodes: int = _integer(1, at_least=1)
+    """
+    With more than 1: the nodes that an expert-parallel group is spread over. A token crosses once
+    to each node, and is passed on within it. Worthwhile where links between nodes are much slower
+    than those within. A placement that is planned in the run must be for as many nodes.
+    """
+
+    kernels: Literal["torch", "triton"] = "torch"
+    """
+    What computes the experts. "torch": torch's grouped product, on a copy of a row for each expert.
+    "triton": kernels that read and add rows where they are, without the copies. CUDA only.
+    """
+
+    def _check(self) -> None:
+        for name in ("nodes", "kernels"):
+            value = getattr(self, name)
+            if value != self.default_of(name) and not self.deduplicate:
+                raise ValueError(f"{self.path}.{name} = {value!r}: works with deduplicate = true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VolumeConfig(Section):
+    path = "narrowcast.volume"
+
+    enable: bool = True
+    """
+    Count the bytes of every collective, and what plain torch would have sent, and report both in
+    TensorBoard and on the console.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowcastConfig:
+    """All sections, by the names that they have in TOML."""
+
+    all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
+    reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
+    routing_trace: RoutingTraceConfig = field(default_factory=RoutingTraceConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    dispatch: DispatchConfig = field(default_factory=DispatchConfig)
+    volume: VolumeConfig = field(default_factory=VolumeConfig)

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cpu")
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, __file__, str(folder)], env=env, capture_output=True, text=True
+        [sys.executable, "-P", __file__, str(folder)], env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return folder

@@ -58,7 +58,7 @@ COMPRESSIONS = {
     "plain_kept": Compression("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
     "delta": Compression("delta", (_COMPRESSION, "delta")),
     "exponent": Compression(
-        "exponent, difference", (_COMPRESSION, "exponent", _EXCHANGE, "delta"), once=True
+        "exponent, delta", (_COMPRESSION, "exponent", _EXCHANGE, "delta"), once=True
     ),
     "blocks": Compression(
         "exponent, blocks", (_COMPRESSION, "exponent", _EXCHANGE, "blocks"), once=True
@@ -66,13 +66,13 @@ COMPRESSIONS = {
     "entropy": Compression("entropy", (_COMPRESSION, "entropy"), once=True),
     # The exchange of the one below, and its order of sums, which need not be the backend's.
     "uncompressed_gradients": Compression(
-        "plain, uncompressed gradients",
+        "plain, gradients none",
         (_PLAIN, _GRADIENTS, _GRADIENTS_COMPRESSION, "none"),
         once=True,
         equal_to=None,
     ),
     "delta_gradients": Compression(
-        "value, entropy-coded gradients",
+        "delta, gradients entropy",
         (_COMPRESSION, "delta", _GRADIENTS),
         once=True,
         equal_to="uncompressed_gradients",

@@ -1,7 +1,7 @@
-"""Whether coded gradients pay on a link, by parameter group.
+"""Whether entropy gradients pay on a link, by parameter group.
 
 Contributions to gradients are looked at on their way into the reduction: a piece now and then is
-coded and decoded by the same functions, and timed. Times of links come from the calibration.
+entropy and decoded by the same functions, and timed. Times of links come from the calibration.
 """
 
 import time
@@ -24,9 +24,9 @@ from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
 
 
-def is_worthwhile(plain: float, coded: float) -> bool:
-    """Whether coded reductions are enough faster than plain ones."""
-    return coded < (1 - MARGIN) * plain
+def is_worthwhile(plain: float, entropy: float) -> bool:
+    """Whether entropy reductions are enough faster than plain ones."""
+    return entropy < (1 - MARGIN) * plain
 
 
 @dataclass(frozen=True)
@@ -36,24 +36,24 @@ class Reduction:
     Attributes:
         label: of the parameter group.
         plain: by the backend's own reduce-scatter, predicted.
-        raw, coded: by narrowcast's exchange, predicted. What coding overlaps with is not deducted.
-        bits: that a coded gradient takes.
+        none, entropy: by narrowcast's exchange, predicted. What coding overlaps with is not deducted.
+        bits: that a entropy gradient takes.
     """
 
     label: str
     plain: float
-    raw: float
-    coded: float
+    none: float
+    entropy: float
     bits: float
 
     @property
     def is_worthwhile(self) -> bool:
-        return is_worthwhile(self.plain, self.coded)
+        return is_worthwhile(self.plain, self.entropy)
 
 
 @dataclass(frozen=True)
 class _GradientStats(Summable):
-    """Sums over the pieces of a group's gradients: values, bytes coded, and seconds."""
+    """Sums over the pieces of a group's gradients: values, bytes entropy, and seconds."""
 
     values: float = 0.0
     coded_bytes: float = 0.0
@@ -149,7 +149,7 @@ class GradientSampler:
 
     def _reduction(self, label: str, seen: _GradientStats, links: Links, steps: int) -> Reduction:
         world_size = len(links.ranks)
-        plain = raw = coded = 0.0
+        plain = none = entropy = 0.0
         for (of_label, numel, itemsize), count in self._reductions.items():
             if of_label != label:
                 continue
@@ -158,9 +158,11 @@ class GradientSampler:
             adding = world_size * a_value * seen.adding
             coding = (world_size - 1) * a_value * (seen.encoding + seen.decoding)
             plain += times * links.reduce_scatter.seconds(itemsize * numel)
-            raw += times * (links.pairwise.seconds(itemsize * numel) + adding)
-            coded += times * (links.pairwise.seconds(a_value * seen.coded_bytes) + adding + coding)
-        return Reduction(label, plain, raw, coded, 8 * seen.coded_bytes / seen.values)
+            none += times * (links.pairwise.seconds(itemsize * numel) + adding)
+            entropy += times * (
+                links.pairwise.seconds(a_value * seen.coded_bytes) + adding + coding
+            )
+        return Reduction(label, plain, none, entropy, 8 * seen.coded_bytes / seen.values)
 
 
 def _look(values_N: Tensor, coder: Coder) -> _GradientStats:
@@ -185,18 +187,18 @@ def _look(values_N: Tensor, coder: Coder) -> _GradientStats:
 
 def table(reductions: Sequence[Reduction]) -> str:
     """A line a parameter group, and what it means for the switch."""
-    rows = [["gradients of", "bits", "plain ms", "raw ms", "coded ms", "coded pays"]]
+    rows = [["gradients of", "bits", "plain ms", "none ms", "entropy ms", "entropy pays"]]
     for one in reductions:
-        times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.raw, one.coded))
+        times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.none, one.entropy))
         rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.is_worthwhile else "no"])
     plain = sum(one.plain for one in reductions)
-    coded = sum(one.coded for one in reductions)
+    entropy = sum(one.entropy for one in reductions)
     verdict = (
-        "a coded reduce-scatter pays on this link: [narrowcast.reduce_scatter] enable = true"
-        if is_worthwhile(plain, coded)
-        else "a coded reduce-scatter does not pay on this link"
+        "a entropy reduce-scatter pays on this link: [narrowcast.reduce_scatter] enable = true"
+        if is_worthwhile(plain, entropy)
+        else "a entropy reduce-scatter does not pay on this link"
     )
     return (
         f"{aligned(rows, 1)}\n\nPredicted reductions of a step: {1e3 * plain:.2f} ms plain, "
-        f"{1e3 * coded:.2f} ms coded: {verdict}."
+        f"{1e3 * entropy:.2f} ms entropy: {verdict}."
     )

@@ -235,7 +235,7 @@ def ever_other_choices() -> Iterator[None]:
         }
         return replace(choose(groups, *arguments), compressions=compressions)
 
-    with patch.object(controller.selection, "choose", scripted):
+    with patch.object(controller.solver, "choose", scripted):
         yield
 
 
@@ -376,7 +376,7 @@ def _fail_to_solve(_: None) -> tuple[set[str], bool]:
     def fail(*_: Any) -> None:
         raise RuntimeError("no solution")
 
-    with on_a_link(SLOW), patch.object(controller.selection, "choose", fail):
+    with on_a_link(SLOW), patch.object(controller.solver, "choose", fail):
         setup = Setup(steps=5)
         model, optimizer, handle = _narrow(setup)
         train(setup, model, optimizer)

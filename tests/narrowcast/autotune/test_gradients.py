@@ -99,16 +99,16 @@ def test_reductions_are_predicted_from_links_and_what_coding_takes(ranks) -> Non
     assert first == Reduction(
         label="group 0",
         plain=2 * (7 + 0.25 * 4000),
-        raw=2 * (5 + 0.5 * 4000 + 2 * 3),  # the contributions of both are added
-        coded=pytest.approx(2 * (5 + 0.5 * 1000 * coded_bytes + 2 * 3 + (1 + 2))),
+        none=2 * (5 + 0.5 * 4000 + 2 * 3),  # the contributions of both are added
+        entropy=pytest.approx(2 * (5 + 0.5 * 1000 * coded_bytes + 2 * 3 + (1 + 2))),
         bits=pytest.approx(8 * coded_bytes),
     )
     # It had no turn, and goes by the mean of all.
     assert second == Reduction(
         label="group 1",
         plain=7 + 0.25 * 2000,
-        raw=5 + 0.5 * 2000 + 3,
-        coded=pytest.approx(5 + 0.5 * 500 * coded_bytes + 3 + 1.5),
+        none=5 + 0.5 * 2000 + 3,
+        entropy=pytest.approx(5 + 0.5 * 500 * coded_bytes + 3 + 1.5),
         bits=pytest.approx(8 * coded_bytes),
     )
 
@@ -169,7 +169,7 @@ def test_gradients_are_watched_in_training_though_a_group_is_frozen(ranks) -> No
     setup = Setup(microbatches=2)
     results = ranks(2).run(_watched, setup)
     assert [as_plain for *_, as_plain in results] == [True, True]
-    found, others = ([replace(one, coded=0.0, raw=0.0) for one in r] for r, *_ in results)
+    found, others = ([replace(one, entropy=0.0, none=0.0) for one in r] for r, *_ in results)
     assert found == others
     assert {one.label for one in found} == {"1", "(root)"}
     assert all(4 < one.bits < 32 for one in found)
@@ -178,8 +178,8 @@ def test_gradients_are_watched_in_training_though_a_group_is_frozen(ranks) -> No
 
 
 def test_the_table_has_a_line_a_group_and_a_verdict() -> None:
-    pays = Reduction("layers.0", plain=0.010, raw=0.012, coded=0.004, bits=11.25)
-    loses = Reduction("layers.1", plain=0.001, raw=0.0015, coded=0.0022, bits=12.5)
+    pays = Reduction("layers.0", plain=0.010, none=0.012, entropy=0.004, bits=11.25)
+    loses = Reduction("layers.1", plain=0.001, none=0.0015, entropy=0.0022, bits=12.5)
     head, first, second, _, verdict = table([pays, loses]).splitlines()
     columns = "gradients of bits plain ms raw ms coded ms coded pays"
     assert " ".join(head.split()) == columns

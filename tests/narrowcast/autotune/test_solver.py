@@ -118,7 +118,7 @@ def test_not_even_by_what_a_solver_tolerates():
     value = Option(0.1, cache_bytes=size)
     shards = [shard(f"s{i}", 1.0 + i / 10, delta=value) for i in range(4)]
     choice = choose([group("g", *shards)], 3 * size - 1)
-    assert sorted(choice.compressions["g"].values()) == ["none", "none", "delta", "delta"]
+    assert sorted(choice.compressions["g"].values()) == ["delta", "delta", "none", "none"]
     assert choice.compressions["g"]["s0"] == "none"
     assert choice.cache_bytes == 2 * size
 
@@ -207,7 +207,7 @@ def test_a_compression_in_force_is_kept_where_another_gains_too_little():
     value = Option(0.45, switching=0.1, cache_bytes=8)
     choice = choose([group("g", shard("w", 1.0, exponent=is_current, delta=value))], None)
     assert choice.reasons["g", "w"] == (
-        "8.0 bits a value in place of 16; a change to value would not pay for itself"
+        "8.0 bits a value in place of 16; a change to delta would not pay for itself"
     )
 
 
@@ -374,7 +374,7 @@ def test_what_cannot_be_chosen_from_is_refused():
             choose(groups, budget)
     with pytest.raises(ValueError, match=r"strategy = 'best'; allowed: 'exact', 'ratio'"):
         choose(groups, None, "best")
-    with pytest.raises(ValueError, match=r"w: value costs .*link=nan.* leave such options out"):
+    with pytest.raises(ValueError, match=r"w: delta costs .*link=nan.* leave such options out"):
         choose([group("g", shard("w", 1.0, delta=Option(float("nan"))))], None)
     with pytest.raises(ValueError, match="w needs an option 'none'"):
         choose([group("g", Shard("w", "other", 1, 1.0, {"entropy": Option(1.0)}))], None)

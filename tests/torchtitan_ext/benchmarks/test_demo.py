@@ -205,11 +205,11 @@ def test_a_run_follows_those_that_it_is_compared_with() -> None:
     names = [j.name for j in jobs]
     assert len(names) == len(set(names))
     assert names[0] == "lr1e-4-plain"
-    assert names.index("lr1e-5-plain") == names.index("lr1e-5-value") - 1
+    assert names.index("lr1e-5-plain") == names.index("lr1e-5-delta") - 1
     for i, j in enumerate(jobs):
         assert j.equal_to is None or j.equal_to in names[:i]
     # The others run at the first learning rate only.
-    assert [n for n in names if n.startswith("lr1e-5")] == ["lr1e-5-plain", "lr1e-5-value"]
+    assert [n for n in names if n.startswith("lr1e-5")] == ["lr1e-5-plain", "lr1e-5-delta"]
 
 
 def test_only_what_sums_in_another_order_than_plain_need_not_equal_it() -> None:
@@ -222,7 +222,12 @@ def test_only_what_sums_in_another_order_than_plain_need_not_equal_it() -> None:
 
 def test_what_a_run_must_equal_runs_too() -> None:
     jobs = demo.plan(60, ["delta_gradients"], [1e-4, 1e-5])
-    names = ["lr1e-4-plain", "lr1e-4-uncompressed_gradients", "lr1e-4-delta_gradients", "lr1e-5-plain"]
+    names = [
+        "lr1e-4-plain",
+        "lr1e-4-uncompressed_gradients",
+        "lr1e-4-delta_gradients",
+        "lr1e-5-plain",
+    ]
     assert [j.name for j in jobs] == names
 
 
@@ -269,11 +274,14 @@ def test_the_demo_fails_loudly_where_anything_differs(
     trained: dict, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
     different = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
-    trained.update({"lr1e-4-value": different, "lr1e-4-delta_gradients": different})
+    trained.update({"lr1e-4-delta": different, "lr1e-4-delta_gradients": different})
     assert demo.main() == 1
     shown = capsys.readouterr()
-    assert "*** lr1e-4-value IS DIFFERENT FROM lr1e-4-plain ***" in shown.err
-    assert "*** lr1e-4-delta_gradients IS DIFFERENT FROM lr1e-4-uncompressed_gradients ***" in shown.err
+    assert "*** lr1e-4-delta IS DIFFERENT FROM lr1e-4-plain ***" in shown.err
+    assert (
+        "*** lr1e-4-delta_gradients IS DIFFERENT FROM lr1e-4-uncompressed_gradients ***"
+        in shown.err
+    )
     assert "last bit" not in shown.out
 
 
@@ -281,7 +289,9 @@ def test_coded_gradients_must_equal_the_raw_ones_and_not_plain(
     trained: dict, quick: Path, capsys: pytest.CaptureFixture
 ) -> None:
     other_order = {"parameters": {**PARAMETERS, "b": torch.tensor(1e-20)}}
-    trained.update({"lr1e-4-uncompressed_gradients": other_order, "lr1e-4-delta_gradients": other_order})
+    trained.update(
+        {"lr1e-4-uncompressed_gradients": other_order, "lr1e-4-delta_gradients": other_order}
+    )
     assert demo.main() == 0
     trained["lr1e-4-delta_gradients"] = {}  # as plain
     assert demo.main() == 1
@@ -316,7 +326,7 @@ def test_a_second_demo_leaves_nothing_of_the_first(trained: dict, tmp_path: Path
     (tmp_path / "mine").mkdir()
     demo.run_demo(compressions=["delta"], **arguments)
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"lr1e-4-plain", "lr1e-4-value", "summary.json", "mine"}
+    assert left == {"lr1e-4-plain", "lr1e-4-delta", "summary.json", "mine"}
 
 
 def test_an_unknown_compression_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ def _chosen(*compressions: str, cache_bytes: int = 0) -> tuple[list[Group], Choi
 
 
 def _reductions(coded: float) -> list[Reduction]:
-    return [Reduction("layer", plain=1.0, raw=1.0, coded=coded, bits=9.0)]
+    return [Reduction("layer", plain=1.0, none=1.0, entropy=coded, bits=9.0)]
 
 
 @pytest.mark.parametrize(
