@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.errors import SettingsError
 from narrowcast.fsdp2 import ParamGroup, param_groups, why_no_groups
 
@@ -53,7 +53,7 @@ def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], nar
         )
 
 
-@counted_as(CALLER)
+@counted_by_caller()
 def check_settings(
     groups: list[ParamGroup],
     settings: dict[str, Any],

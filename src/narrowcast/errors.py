@@ -32,7 +32,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import close_connections, default_store
 
 _GRACE_S = 2.0  # for ranks that fail alike, one later than the other
@@ -258,7 +258,7 @@ def job_of(group: dist.ProcessGroup | None) -> Job:
     return known
 
 
-@counted_as(CALLER)
+@counted_by_caller()
 def raise_alike(
     error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.attribution import counted_as, sender
+from narrowcast.attribution import counted_as, current_owner
 from narrowcast.fsdp2 import SENDING_METHODS, functional_collectives, parameter_group, world_size_of
 from narrowcast.telemetry.patches import Patches
 
@@ -65,7 +65,7 @@ def _sent_by_its_group(method: Callable) -> Callable:
     def told(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _listeners:
             _patches.restore()
-        elif sender() is None:
+        elif current_owner() is None:
             with counted_as(parameter_group(self)):
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)
