@@ -341,9 +341,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             body = prepared.payload[header_size:]
             padded_bodies, _ = start_round(body, max(sizes), group, async_op=False)
             sent_bytes += max(sizes)
-        return sent_bytes, [
-            body[:size] for body, size in zip(padded_bodies, sizes, strict=True)
-        ]
+        return sent_bytes, [body[:size] for body, size in zip(padded_bodies, sizes, strict=True)]
 
     def _verify(
         self, ranks: list[int], group: dist.ProcessGroup, headers: list[Header], rows: Tensor
@@ -356,7 +354,9 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         wrong = torch.tensor(differs, dtype=torch.int32, device=rows.device)
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=group)
         self.telemetry.on_small_all_reduce(4 * len(differs), group)
-        wrong_ranks = [rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong]
+        wrong_ranks = [
+            rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong
+        ]
         if wrong_ranks:
             with self._error_context(wrong_ranks[0]):
                 raise errors.VerificationError(

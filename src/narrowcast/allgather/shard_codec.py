@@ -213,7 +213,9 @@ class ShardCodec:
         """
         self._decode(r, packet.unpack_body(header, body), row, own_shard)
 
-    def _decode(self, r: int, encoded: list[Encoded], row: Tensor, own_shard: Tensor | None) -> None:
+    def _decode(
+        self, r: int, encoded: list[Encoded], row: Tensor, own_shard: Tensor | None
+    ) -> None:
         to_cache_of = codec.receiver_cache if own_shard is None else codec.sender_cache
         cached = self.cache.take(r)
         for i, (chunk, one) in enumerate(zip(self.chunks, encoded, strict=True)):

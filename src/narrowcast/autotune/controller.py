@@ -144,7 +144,7 @@ class Controller:
             self.sampler.pause()
         if until_look is None:
             for comm in self._comms:
-                comm.plain_seconds.clear()
+                comm.telemetry.plain_seconds.clear()
         if until_look == 0:
             self._look()
 
@@ -263,9 +263,9 @@ class Controller:
         first = self.choice is None
         solved = self._of_leader(self._solve() if self._is_leader else None)
         for comm in self._comms:
-            comm.gathers.clear()
-            comm.coding_seconds = 0.0
-            comm.plain_seconds.clear()
+            comm.telemetry.gathers.clear()
+            comm.telemetry.coding_seconds = 0.0
+            comm.telemetry.plain_seconds.clear()
         self._steps_since_look = 0
         if isinstance(solved, str):
             logger.warning("narrowcast: compressions stay as they are: %s", solved)
@@ -310,7 +310,7 @@ class Controller:
             links = self._links[label]
             link_scale = self._link_scales.get(label, 1.0)
             links = replace(links, all_gather=links.all_gather.scaled(link_scale))
-            gathers = cost_model.merged_times(comm.gathers)
+            gathers = cost_model.merged_times(comm.telemetry.gathers)
             groups.append(
                 cost_model.Gathered(
                     label=label,
@@ -342,7 +342,9 @@ class Controller:
         that code. Where calls return before all is done, on accelerators, it is not known: 0."""
         mine = 0.0
         if self._device.type == "cpu":
-            mine = sum(comm.coding_seconds for comm in self._comms) / self._steps_since_look
+            mine = (
+                sum(comm.telemetry.coding_seconds for comm in self._comms) / self._steps_since_look
+            )
         sums = torch.zeros(self._job.size(), 2, dtype=torch.float64, device=self._device)
         sums[self._leader, 0], sums[self._leader, 1] = mine, mine > 0
         dist.all_reduce(sums, group=self._job.group)
@@ -360,7 +362,7 @@ class Controller:
                 option = shard.options[comm.schemes[shard.name].compression]
                 predicted += option.hashing + option.encoding + option.decoding
             # Heads are packed and read in what is timed as coding.
-            num_gathers = sum(comm.gathers.values()) / self._steps_since_look
+            num_gathers = sum(comm.telemetry.gathers.values()) / self._steps_since_look
             predicted += num_gathers * self._links[group.name].gather_overhead
         if predicted > 0 and self._coded > 0:
             self._coding_scale = self._coded / predicted
@@ -378,13 +380,13 @@ class Controller:
             by_process_group.setdefault(name, []).append(index)
         for indices in by_process_group.values():
             comms = [self._comms[index] for index in indices]
-            seconds = [second for comm in comms for second in comm.plain_seconds]
+            seconds = [second for comm in comms for second in comm.telemetry.plain_seconds]
             if not seconds:
                 continue
             least = torch.tensor(seconds, dtype=torch.float64, device=self._device)
             dist.all_reduce(least, op=dist.ReduceOp.MIN, group=comms[0].group.process_group)
             predicted = sum(
-                len(comm.plain_seconds)
+                len(comm.telemetry.plain_seconds)
                 * self._links[self._labels[index]].all_gather.seconds(comm.group.shard_bytes)
                 for index, comm in zip(indices, comms, strict=True)
             )

@@ -80,7 +80,7 @@ class Ledger:
         self.start()
 
     def release(self) -> list[ParamGroup]:
-        """Ends the counting if nobody else counts. Returns the groups that are no longer counted."""
+        """Ends the counting if nobody else counts; returns the groups that are free then."""
         self._holders -= 1
         if self._holders:
             return []

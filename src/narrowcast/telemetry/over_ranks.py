@@ -1,7 +1,7 @@
 """Records of numbers, reduced over all ranks: each field states how.
 
-A record is a dataclass. A field is a number declared by ``summed`` or ``largest``, another record,
-or a dictionary of either, declared by ``by_key`` or, of numbers, with ``keys``.
+A record is a dataclass. A field holds a number declared by ``summed`` or ``largest``, another
+record, or a dictionary of numbers or records, whose metadata are ``by_key``.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,23 +28,17 @@ def largest() -> Any:
 
 
 def by_key(
-    factory: Callable[[], dict[str, Any]],
-    *,
-    operation: Operation | None = None,
-    keys: Sequence[str] | None = None,
-    missing: Any = 0,
-) -> Any:
-    """A dictionary whose values are reduced key by key.
+    operation: Operation | None = None, keys: Sequence[str] | None = None, missing: Any = 0
+) -> dict[str, Any]:
+    """Metadata of a field that holds a dictionary, whose values are reduced key by key.
 
     Args:
-        factory: makes the dictionary, empty.
         operation: for values that are numbers; ``None`` for records.
         keys: that any rank may have. An entry that equals ``missing`` on all ranks is left out of
             the result. ``None``: all ranks have the same keys, in the same order.
         missing: stands for the value of a key that a rank does not have.
     """
-    metadata = {"operation": operation, "keys": keys, "missing": missing}
-    return field(default_factory=factory, metadata=metadata)
+    return {"operation": operation, "keys": keys, "missing": missing}
 
 
 def reduce_over_ranks(record: Record, device: torch.device) -> Record:
@@ -71,7 +65,8 @@ def reduce_over_ranks(record: Record, device: torch.device) -> Record:
 def _mapped(record: Record, change: Callable[[int, Operation], int]) -> Record:
     """The record with ``change`` applied to each number, in an order that all ranks share."""
     return replace(
-        record, **{f.name: _mapped_field(getattr(record, f.name), f, change) for f in fields(record)}
+        record,
+        **{f.name: _mapped_field(getattr(record, f.name), f, change) for f in fields(record)},
     )
 
 

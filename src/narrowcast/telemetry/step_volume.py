@@ -1,4 +1,4 @@
-"""The records of one training step: what was sent, by collective, gather, gradient and MoE layer."""
+"""The records of a training step: what was sent by collective, gather, gradient and MoE layer."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -88,13 +88,15 @@ class StepVolume:
         cache_bytes: memory of the caches at the end of the step.
     """
 
-    sent: Counter[str] = by_key(Counter, operation="max", keys=COLLECTIVES)
-    plain: Counter[str] = by_key(Counter, operation="max", keys=COLLECTIVES)
+    sent: Counter[str] = field(default_factory=Counter, metadata=by_key("max", COLLECTIVES))
+    plain: Counter[str] = field(default_factory=Counter, metadata=by_key("max", COLLECTIVES))
     first: GatherVolume = field(default_factory=GatherVolume)
     later: GatherVolume = field(default_factory=GatherVolume)
     gradients: GradientVolume = field(default_factory=GradientVolume)
-    changes: dict[str, Changes] = by_key(dict, keys=SHARD_TYPES, missing=Changes())
-    tokens: dict[str, TokenVolume] = by_key(dict)
+    changes: dict[str, Changes] = field(
+        default_factory=dict, metadata=by_key(keys=SHARD_TYPES, missing=Changes())
+    )
+    tokens: dict[str, TokenVolume] = field(default_factory=dict, metadata=by_key())
     cache_bytes: int = largest()
 
     @property

@@ -26,8 +26,8 @@ def largest_sizes(
     return largest.tolist()
 
 
-def padded(payload: Tensor, padded_size: int) -> Tensor:
-    """A payload, uint8, cut or padded to ``padded_size`` bytes."""
+def send_buffer(payload: Tensor, padded_size: int) -> Tensor:
+    """What is sent of a payload, uint8, in one round: cut or padded to ``padded_size`` bytes."""
     buffer = payload.new_zeros(padded_size)
     buffer[: payload.numel()] = payload[:padded_size]
     return buffer
@@ -41,7 +41,7 @@ def start_round(
     Returns:
         The buffers of all ranks, uint8 of (W, padded_size), valid once the work is waited for.
     """
-    buffer = padded(payload, padded_size)
+    buffer = send_buffer(payload, padded_size)
     buffers = payload.new_empty(group.size() * padded_size)
     work = dist.all_gather_single(buffers, buffer, group=group, async_op=async_op)
     return buffers.view(group.size(), padded_size), work

@@ -29,7 +29,7 @@ def _tamper(handle: NarrowedModel, change: Callable[[torch.Tensor, int], torch.T
         for state in comm.states.values():
             prepared = state.prepared
             if _is_culprit() and prepared is not None:
-                payload = change(prepared.payload.clone(), state.header_size)
+                payload = change(prepared.payload.clone(), state.codec.header_size)
                 state.prepared = replace(prepared, payload=payload)
 
 
@@ -58,16 +58,15 @@ def _damage_cache(handle: NarrowedModel) -> None:
     if _is_culprit():
         for comm in handle._comms:
             for state in comm.states.values():
-                state.cache[0][0][0] ^= 1
+                state.codec.cache[0][0][0] ^= 1
 
 
 def _encode_with(coder: Zstd, handle: NarrowedModel) -> None:
     """On one rank, encodes everything from now on with another coder."""
     if _is_culprit():
         for comm in handle._comms:
-            comm.coder = coder
             for state in comm.states.values():
-                state.prepared = None
+                state.codec.coder, state.prepared = coder, None
 
 
 def _fail_to_encode(handle: NarrowedModel) -> None:
@@ -251,7 +250,7 @@ def _budget_of_a_fixed_compression() -> str:
 
 def test_what_only_auto_heeds_is_refused_with_a_fixed_compression(ranks) -> None:
     for message in ranks(2).run(_budget_of_a_fixed_compression):
-        assert "not 'delta'" in message
+        assert 'not "delta"' in message
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:

@@ -338,7 +338,9 @@ def _differs_after_changes_of_compression() -> bool:
         handle, _ = narrow(setup, model, optimizer)
         train(setup, model, optimizer)
         held = [
-            weakref.ref(state.cache) for comm in handle._comms for state in comm.states.values()
+            weakref.ref(state.codec.cache)
+            for comm in handle._comms
+            for state in comm.states.values()
         ]
         for comm in handle._comms:
             comm.change_schemes({name: Scheme("exponent") for name in comm.schemes})

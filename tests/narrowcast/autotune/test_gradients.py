@@ -14,7 +14,7 @@ from narrowcast.autotune.calibration import Curve, Links
 from narrowcast.autotune.gradients import GradientSampler, Reduction, table
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reducescatter import codec
-from narrowcast.telemetry.ledger import count_volume
+from narrowcast.telemetry.counted import count_volume
 from narrowcast.wire.coders import find_coder
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 

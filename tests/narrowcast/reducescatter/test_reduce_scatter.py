@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.fsdp2 import ParamGroup, reduction
-from narrowcast.reducescatter import codec, comm
+from narrowcast.reducescatter import codec, row_codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.wire import exchange as exchange_module
 from narrowcast.wire.coders import Zstd
@@ -120,7 +120,7 @@ def _wrong_sums(n: int, max_run_values: int) -> list[str]:
     """Cases whose result is not the reference's, compression by compression; at two ranks
     plain's."""
     wrong = []
-    with patch.object(comm, "MAX_CHUNK_VALUES", max_run_values):
+    with patch.object(row_codec, "MAX_CHUNK_VALUES", max_run_values):
         for dtype in DTYPES:
             kinds = contributions(n, dtype).items()
             for (kind, values), op_name in zip(kinds, itertools.cycle(OPS), strict=False):
@@ -147,7 +147,7 @@ def test_the_sum_is_that_of_all_contributions_in_the_order_of_ranks(
 
 
 def _wrong_sums_of_long_shares() -> list[str]:
-    n = comm.MAX_CHUNK_VALUES + 1
+    n = row_codec.MAX_CHUNK_VALUES + 1
     values = contributions(n, torch.float32)["wide"]
     expected = plain_reduce_scatter(values, dist.ReduceOp.AVG)
     return [] if same_bits([reduce_scatter(values, dist.ReduceOp.AVG)], [expected]) else ["long"]

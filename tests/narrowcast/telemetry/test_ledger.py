@@ -13,20 +13,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.telemetry.changes import SHARD_TYPES, Changes, count_changes, shard_type
-from narrowcast.telemetry.ledger import (
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes, ledger_of
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import (
     COLLECTIVES,
     GatherVolume,
     GradientVolume,
-    Ledger,
     StepVolume,
     TokenVolume,
-    all_reduce_bytes,
-    count_volume,
-    ledger_of,
-    reduce_over_ranks,
 )
 from narrowcast.wire import floats
 from narrowcast.wire.floats import LAYOUTS
@@ -373,8 +371,8 @@ def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
     ledger = Ledger()
     ledger.start()
     try:
-        with counted_as(CALLER):
-            with counted_as(CALLER):
+        with counted_by_caller():
+            with counted_by_caller():
                 dist.all_reduce(torch.zeros(4))
             dist.all_reduce(torch.zeros(4))
             assert not ledger.current.sent
@@ -382,7 +380,7 @@ def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
             thread.start()
             thread.join()
             assert ledger.current.sent == {"other": 24}
-        with pytest.raises(ZeroDivisionError), counted_as(CALLER):
+        with pytest.raises(ZeroDivisionError), counted_by_caller():
             raise ZeroDivisionError
         dist.all_reduce(torch.zeros(4))
         assert ledger.current.sent == {"other": 48}

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.fsdp2 import param_groups
-from narrowcast.telemetry.ledger import StepVolume, all_reduce_bytes, count_volume
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import all_reduce_bytes
+from narrowcast.telemetry.step_volume import StepVolume
 from tests.narrowcast.training import DIM, Setup, build, train
 
 TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
