@@ -58,8 +58,8 @@ class Changes(Summable):
 def count_changes(
     bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, block_size: int
 ) -> Changes:
-    """Compares a shard with what was cached of the one before: its bits, or its exponents
-    (uint8)."""
+    """Compares a shard, as integers of ``layout.bits``, with what is cached of the one before: the
+    same integers, or exponents (uint8)."""
     caches_values = cached_N.dtype == layout.bits
     if caches_values:
         difference_N = bits_N ^ cached_N
