@@ -1,4 +1,4 @@
-"""What one model of a process sends is in no other's ledger."""
+"""What one model of a process sends is in no other model's ledger."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
     "plain FSDP2": lambda model, optimizer: None,
     "counted": lambda model, optimizer: count_volume(param_groups(model), optimizer),
     "delta": lambda model, optimizer: narrow_all_gather(model, optimizer, compression="delta"),
-    "value, not counted": lambda model, optimizer: narrow_all_gather(
+    "delta, not counted": lambda model, optimizer: narrow_all_gather(
         model, optimizer, compression="delta", volume=False
     ),
     "some of it, not counted": lambda model, optimizer: narrow_all_gather(
