@@ -42,7 +42,8 @@ class NarrowedModel:
         selection: chooses compressions; ``None`` where the caller gave one.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
-            call ``ledger.end_step()`` yourself.
+            call ``ledger.end_step()`` yourself. Rates of change and shares of zero gradients are
+            counted every ``ledger.sample_interval`` steps, which you may set (10; 0: never).
     """
 
     def __init__(

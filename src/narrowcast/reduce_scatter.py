@@ -56,10 +56,7 @@ class NarrowedGradients:
             group.reduce_scatter = replaced
         for group in self._guarded:
             group.unguard_reduction()
-        self._replaced, self._guarded = (
-            [],
-            [],
-        )  # a second call must not touch what is narrowed again
+        self._replaced, self._guarded = [], []  # a second call leaves a later handle alone
         if self._counted is not None:
             self._counted.remove()
 
