@@ -106,7 +106,7 @@ class Gather:
         Returns:
             Bytes that each rank has sent in all, and the bodies without their padding.
         """
-        header_size, padded_size = self.state.codec.header_size, self.state.padded_size
+        header_size, padded_size = self.state.codec.header_size, self.buffers.shape[1]
         sizes = [header.body_size for header in headers]
         sent_bytes, padded_bodies = padded_size, self.buffers[:, header_size:]
         if header_size + max(sizes) > padded_size:
@@ -124,9 +124,7 @@ class Gather:
         wrong = torch.tensor(differs, dtype=torch.int32, device=rows.device)
         dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=self.process_group)
         self.telemetry.on_small_all_reduce(4 * len(differs), self.process_group)
-        wrong_ranks = [
-            rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong
-        ]
+        wrong_ranks = [rank for rank, one in zip(ranks, wrong.tolist(), strict=True) if one]
         if wrong_ranks:
             with self._error_context(wrong_ranks[0]):
                 raise errors.VerificationError(
