@@ -4,9 +4,10 @@
     torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
         --job.config_file x.toml
 
-Importing this package imports neither torch nor torchtitan.
+Importing this package imports neither torch nor torchtitan, but both must be installed.
 """
 
+import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,11 @@ from torchtitan_ext.config import (
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
+if importlib.util.find_spec("torchtitan") is None:
+    raise ModuleNotFoundError(
+        "torchtitan_ext needs torchtitan: pip install 'narrowcast[torchtitan]'", name="torchtitan"
+    )
 
 __all__ = [
     "AllGatherConfig",
