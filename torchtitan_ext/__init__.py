@@ -4,24 +4,23 @@
     torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
         --job.config_file x.toml
 
-Importing this package imports neither torch nor torchtitan, but both must be installed.
+Importing this package imports no torchtitan, which must be installed all the same.
 """
 
 import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
-from torchtitan_ext.config import (
+from narrowcast.config import (
     AllGatherConfig,
     DispatchConfig,
-    JobConfig,
     NarrowcastConfig,
     PlacementConfig,
     ReduceScatterConfig,
     RoutingTraceConfig,
     VolumeConfig,
-    with_narrowcast,
 )
+from torchtitan_ext.config import JobConfig, with_narrowcast
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
