@@ -1,8 +1,8 @@
 """The wheel, installed without extras, is all that an FSDP2 script needs.
 
-It is installed into a virtual environment of its own, which gets links to the dependencies that the
-wheel declares, and to theirs in turn: nothing else of this environment can be imported there. triton
-is left out even where torch declares it, since the CPU builds of torch do not.
+It is installed into a virtual environment of its own, which gets links to the dependencies that
+the wheel declares, and to theirs in turn: nothing else of this environment can be imported there.
+triton is left out even where torch declares it, since the CPU builds of torch do not.
 """
 
 import importlib.metadata as metadata

@@ -87,9 +87,10 @@ def timed(exchanges: Exchanges, nodes: int) -> Iterator[None]:
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _resolve_process_group
 
-    namespace = torch.ops._c10d_functional
+    from narrowcast.fsdp2 import functional_operators as namespace
+    from narrowcast.fsdp2 import process_group_of
+
     all_to_all_single = namespace.all_to_all_single
     ranks_per_node = dist.get_world_size() // nodes
     me = dist.get_rank()
@@ -103,7 +104,7 @@ def timed(exchanges: Exchanges, nodes: int) -> Iterator[None]:
         with torch.no_grad():
             namespace.wait_tensor(out)
         exchanges.seconds += time.perf_counter() - start
-        there = dist.get_process_group_ranks(_resolve_process_group(group_name))
+        there = dist.get_process_group_ranks(process_group_of(group_name))
         to_ranks = sum(n for r, n in zip(there, sent, strict=True) if r != me)
         to_nodes = sum(
             n
