@@ -1,14 +1,14 @@
-"""What torchtitan 0.3.0 asks of torch and torch 2.13 does not have, on any device."""
+"""What torchtitan 0.3.0 needs of torch that the torch of this machine lacks."""
 
-import torch.distributed
-import torch.distributed.distributed_c10d as c10d
+from torchtitan_ext import cpu
+from torchtitan_ext.private import provide_set_timeout
 
 
 def apply() -> None:
-    """Give torch 2.13 the public names that torchtitan 0.3.0 calls. Idempotent.
+    """Complete torch 2.13, and let torchtitan train on CPU where there is no accelerator.
 
-    `torch.distributed.set_timeout` (torch 2.14): `torchtitan.distributed.utils.set_pg_timeouts`
-    calls it after the first step. torch 2.13 has the same function as a private one.
+    Idempotent. It may be called before or after torchtitan's modules are imported, but must be
+    called before a trainer is built.
     """
-    if not hasattr(torch.distributed, "set_timeout"):
-        torch.distributed.set_timeout = c10d._set_pg_timeout
+    provide_set_timeout()
+    cpu.apply()

@@ -27,7 +27,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.protocols.module import Module
 
-from torchtitan_ext import compat
+from torchtitan_ext.private import wrap_parameter_initialization
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -44,7 +44,6 @@ def apply() -> None:
     global _kernels
     if _kernels is not None or torch.accelerator.is_available():
         return
-    compat.apply()
     _use_cpu_device()
     _sum_gradients_without_scaling()
     _draw_full_parameters()
@@ -141,33 +140,49 @@ def _draw_full_parameters() -> None:
     full tensor instead, from the generator that torchtitan seeds alike, and keeps its shard:
     initial parameters do not depend on the number of ranks.
     """
-    original = Module._init_self_parameters
 
-    @functools.wraps(original)
-    def _init_self_parameters(self: Module) -> None:
-        sharded = {n: p for n, p in self._parameters.items() if isinstance(p, DTensor)}
-        full = {
-            n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device), p.requires_grad)
-            for n, p in sharded.items()
-        }
-        self._parameters.update(full)
-        try:
-            original(self)
-        finally:
-            self._parameters.update(sharded)
-        for name, parameter in sharded.items():
-            # Left alone by its initializer: a tied weight, initialized elsewhere.
-            if full[name]._version == 0:
-                continue
-            shard = distribute_tensor(
-                full[name].detach(),
-                parameter.device_mesh,
-                parameter.placements,
-                src_data_rank=None,
-            )
-            parameter.detach().copy_(shard)
+    def on_full_parameters(initialize: Callable[[Module], None]) -> Callable[[Module], None]:
+        @functools.wraps(initialize)
+        def initialize_full(module: Module) -> None:
+            sharded = {
+                name: parameter
+                for name, parameter in module.named_parameters(recurse=False)
+                if isinstance(parameter, DTensor)
+            }
+            full = {name: _full_like(parameter) for name, parameter in sharded.items()}
+            _set_parameters(module, full)
+            try:
+                initialize(module)
+            finally:
+                _set_parameters(module, sharded)
+            for name, parameter in sharded.items():
+                _copy_shard(full[name], parameter)
 
-    Module._init_self_parameters = _init_self_parameters
+        return initialize_full
+
+    wrap_parameter_initialization(on_full_parameters)
+
+
+def _set_parameters(module: Module, parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
+
+
+def _full_like(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape that is not sharded, with no values yet."""
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(full, parameter.requires_grad)
+
+
+def _copy_shard(full: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Copy this rank's part of a full parameter, if anything was written to it."""
+    # Not written to by its initializer: a tied weight, which is initialized elsewhere.
+    if full._version == 0:
+        return
+    shard = distribute_tensor(
+        full.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None
+    )
+    sharded.detach().copy_(shard)
 
 
 def _multiply_low_precision_in_fp32() -> torch.library.Library:

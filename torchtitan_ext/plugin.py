@@ -17,12 +17,12 @@ from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
 from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, uncounted_baseline
 from torchtitan_ext.checking import check_on_every_rank
-from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
+from torchtitan_ext.dispatch.hooks import count_dispatch, deduplicating, set_up_dispatch
 from torchtitan_ext.job import Job
 from torchtitan_ext.metrics import MetricsPlugin
-from torchtitan_ext.placing import PlacementRun
+from torchtitan_ext.placement.run import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
-from torchtitan_ext.tracing import TraceRun
+from torchtitan_ext.traces.run import TraceRun
 
 __all__ = ["MetricsPlugin", "TrainerPlugin"]
 
