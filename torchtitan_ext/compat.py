@@ -1,6 +1,6 @@
 """What torchtitan 0.3.0 needs of torch that the torch of this machine lacks."""
 
-from torchtitan_ext import cpu
+from torchtitan_ext.cpu import apply as support_cpu
 from torchtitan_ext.private import provide_set_timeout
 
 
@@ -11,4 +11,4 @@ def apply() -> None:
     called before a trainer is built.
     """
     provide_set_timeout()
-    cpu.apply()
+    support_cpu()

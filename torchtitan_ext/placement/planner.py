@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from narrowcast.config import PlacementConfig
 from narrowcast.placement.balance import part_loads
 from narrowcast.placement.effort import SECONDS, Effort
 from narrowcast.placement.metrics import UNEVEN
@@ -20,7 +21,6 @@ from narrowcast.placement.planning import (
 )
 from narrowcast.placement.trace import RoutingTrace
 from torchtitan_ext.across_ranks import from_every_rank
-from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.placement.source import SECTION
 from torchtitan_ext.routed_model import RoutedModel
 from torchtitan_ext.traces.watch import Recording

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from narrowcast.config import PlacementConfig
 from narrowcast.placement.placement import Placement, contiguous
 from narrowcast.placement.relocation import ExpertLayer, PlacedExperts
 from torchtitan_ext.across_ranks import from_first_rank, gathered
-from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.placement.dispatcher import place
 from torchtitan_ext.placement.planner import Planner
 from torchtitan_ext.placement.source import (

@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from narrowcast.config import PlacementConfig
 from narrowcast.placement.placement import Placement, check_made_for, load_placement
 from narrowcast.placement.planning import check
 from narrowcast.placement.trace import RoutingTrace, load_trace
-from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.routed_model import RoutedModel
 
 SECTION = "narrowcast.placement"

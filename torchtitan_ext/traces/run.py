@@ -6,9 +6,9 @@ from typing import Any
 
 from torchtitan.tools.logging import logger
 
+from narrowcast.config import RoutingTraceConfig
 from narrowcast.util import check_writable
 from torchtitan_ext.across_ranks import naming
-from torchtitan_ext.config import RoutingTraceConfig
 from torchtitan_ext.job import Job
 from torchtitan_ext.traces.watch import MIB, Recording, RoutingWatch
 

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from narrowcast import cli
 from narrowcast.autotune.gradients import Reduction
 from narrowcast.autotune.solver import Choice, Group, Option, Shard
+from narrowcast.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
 from torchtitan_ext import checking
-from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from torchtitan_ext.launch import LAUNCHED
 from torchtitan_ext.profile import command
 from torchtitan_ext.profile.job import observed_job
