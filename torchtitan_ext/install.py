@@ -64,6 +64,7 @@ class Installed:
         if self.ledger is not None:
             self._count_tokens(trainer, self.ledger)
         metrics = trainer.metrics_processor
+        metrics.lay_out(switches)
         metrics.ledger = self.ledger
         metrics.selection = None if self.narrowed is None else self.narrowed.selection
 

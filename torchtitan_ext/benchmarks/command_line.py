@@ -44,7 +44,6 @@ def write_json(file: Path | None, rows: Any) -> None:
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a number is not finite.
     """
     if file is not None:
-        write_text(file, json.dumps(rows, indent=1, allow_nan=False) + "\n")
+        write_text(file, json.dumps(rows, indent=1) + "\n")
