@@ -4,9 +4,10 @@
     torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
         --job.config_file x.toml
 
-Importing this package imports no torchtitan.
+Importing this package imports no torchtitan, which must be installed all the same.
 """
 
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
 
     from torchtitan_ext.config import JobConfig, with_narrowcast
+
+if importlib.util.find_spec("torchtitan") is None:
+    raise ModuleNotFoundError(
+        "torchtitan_ext needs torchtitan: pip install 'narrowcast[torchtitan]'", name="torchtitan"
+    )
 
 __all__ = [
     "AllGatherConfig",

@@ -1,14 +1,19 @@
-"""What torchtitan 0.3.0 needs of torch that the torch of this machine lacks."""
+"""What torchtitan 0.3.0 needs of torch that this machine's torch lacks."""
 
+import torch.distributed
+
+from narrowcast.fsdp2 import set_timeout
 from torchtitan_ext.cpu import apply as support_cpu
-from torchtitan_ext.private import provide_set_timeout
 
 
 def apply() -> None:
     """Complete torch 2.13, and let torchtitan train on CPU where there is no accelerator.
 
+    ``torchtitan.distributed.utils.set_pg_timeouts`` calls ``torch.distributed.set_timeout`` of
+    torch 2.14 after the first step.
+
     Idempotent. It may be called before or after torchtitan's modules are imported, but must be
     called before a trainer is built.
     """
-    provide_set_timeout()
+    torch.distributed.set_timeout = set_timeout
     support_cpu()

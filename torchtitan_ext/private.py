@@ -1,7 +1,6 @@
 """Every private name of torchtitan that is used here, as seen in torchtitan 0.3.0.
 
-Each function says why no public name serves. The few private names of torch that torchtitan's own
-calls and the benchmarks need are here as well.
+Each function says why no public name serves.
 """
 
 import importlib
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
@@ -343,26 +341,3 @@ def wrap_parameter_initialization(
     The public ``init_states`` initializes the children of a module as well.
     """
     Module._init_self_parameters = wrap(Module._init_self_parameters)
-
-
-def provide_set_timeout() -> None:
-    """Give torch 2.13 the public ``torch.distributed.set_timeout`` of torch 2.14. Idempotent.
-
-    ``torchtitan.distributed.utils.set_pg_timeouts`` calls it after the first step. torch 2.13 has
-    the same function as ``_set_pg_timeout``.
-    """
-    if not hasattr(torch.distributed, "set_timeout"):
-        torch.distributed.set_timeout = c10d._set_pg_timeout
-
-
-def functional_collectives() -> Any:
-    """The namespace of the operators that torch's functional collectives call by name.
-
-    Functions of ``torch.distributed`` do not reach them, and so cannot time them.
-    """
-    return torch.ops._c10d_functional
-
-
-def ranks_of_group(group_name: str) -> list[int]:
-    """The global ranks of a process group, whose name is all that an operator is given."""
-    return c10d.get_process_group_ranks(c10d._resolve_process_group(group_name))

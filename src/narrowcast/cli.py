@@ -157,11 +157,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _profile(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    for name in ("torchtitan", "torchtitan_ext"):
-        if importlib.util.find_spec(name) is None:
-            raise ImportError(
-                f"profile trains a job by {name}, which is not installed: pip install narrowcast"
-            )
+    if importlib.util.find_spec("torchtitan") is None:
+        raise ImportError(
+            "profile trains a job by torchtitan, which is not installed: "
+            "pip install 'narrowcast[torchtitan]'"
+        )
     # By its name: the library does not depend on the plugin.
     profile = importlib.import_module("torchtitan_ext.profile.command")
     ours = ["--job.config_file", arguments.file]

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from narrowcast.fsdp2 import functional_operators, process_group_of
 from torchtitan_ext.job import parse_job
-from torchtitan_ext.private import functional_collectives, moe_layers, ranks_of_group
+from torchtitan_ext.private import moe_layers
 
 CHECKPOINT = ("--checkpoint.enable", "--checkpoint.no-last_save_model_only")
 _QUIET = ("--metrics.log_freq", "1000000")
@@ -41,8 +42,7 @@ def timed(exchanges: Exchanges, nodes: int) -> Iterator[None]:
     It replaces the operator that both dispatchers, and its own backward, call by name. Results are
     the same.
     """
-    namespace = functional_collectives()
-    all_to_all_single = namespace.all_to_all_single
+    all_to_all_single = functional_operators.all_to_all_single
     ranks_per_node = dist.get_world_size() // nodes
     rank = dist.get_rank()
 
@@ -53,9 +53,11 @@ def timed(exchanges: Exchanges, nodes: int) -> Iterator[None]:
         start = time.perf_counter()
         out = all_to_all_single(rows, received, sent, group_name)
         with torch.no_grad():
-            namespace.wait_tensor(out)
+            functional_operators.wait_tensor(out)
         exchanges.seconds += time.perf_counter() - start
-        by_rank = list(zip(ranks_of_group(group_name), sent, strict=True))
+        by_rank = list(
+            zip(dist.get_process_group_ranks(process_group_of(group_name)), sent, strict=True)
+        )
         to_ranks = sum(n for r, n in by_rank if r != rank)
         to_nodes = sum(n for r, n in by_rank if r // ranks_per_node != rank // ranks_per_node)
         if rows.dtype != torch.int64:  # those are counts
@@ -64,11 +66,11 @@ def timed(exchanges: Exchanges, nodes: int) -> Iterator[None]:
         exchanges.node_bytes += to_nodes * rows[:1].numel() * rows.element_size()
         return out
 
-    namespace.all_to_all_single = timed_all_to_all
+    functional_operators.all_to_all_single = timed_all_to_all
     try:
         yield
     finally:
-        namespace.all_to_all_single = all_to_all_single
+        functional_operators.all_to_all_single = all_to_all_single
 
 
 @dataclass(frozen=True)

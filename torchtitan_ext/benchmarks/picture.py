@@ -3,7 +3,7 @@
     python -m torchtitan_ext.benchmarks.picture outputs/demo/summary.json \\
         docs/bits_per_parameter.png
 
-It needs matplotlib: ``pip install narrowcast[plots]``.
+It needs matplotlib: ``pip install 'narrowcast[plots]'``.
 """
 
 import argparse

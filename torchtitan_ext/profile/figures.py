@@ -36,7 +36,7 @@ def check_drawable() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "figures need matplotlib: pip install narrowcast[plots]", name=error.name
+            "figures need matplotlib: pip install 'narrowcast[plots]'", name=error.name
         ) from error
 
 

@@ -25,11 +25,18 @@ import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowcast.moe.swiglu import ExpertRows
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "the kernels of narrowcast.moe need triton: pip install 'narrowcast[torchtitan]'",
+        name=error.name,
+    ) from error
 
 # A program makes a tile of BLOCK x BLOCK, or x NARROW where it holds several of them, INNER terms
 # of its sums at a time. With two bytes a value none spills registers, and all fit in 99 KiB.

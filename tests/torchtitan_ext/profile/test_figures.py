@@ -128,5 +128,5 @@ def test_without_matplotlib_it_is_said_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install narrowcast\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install 'narrowcast\[plots\]'"):
         draw(PROFILE, tmp_path)
