@@ -200,7 +200,7 @@ def _title(run: RunSummary) -> tuple[str, str]:
 
 
 def short_number(value: float) -> str:
-    """`1e-4` for 0.0001."""
+    """``1e-4`` for 0.0001."""
     return np.format_float_scientific(value, trim="-", exp_digits=1)
 
 
