@@ -311,7 +311,8 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         ),
         (
             '[narrowcast.all_gather]\ntreatment = "value"',
-            'narrowcast.all_gather.treatment = "value": unknown key; it is called "compression" now',
+            'narrowcast.all_gather.treatment = "value": unknown key; it is called "compression" '
+            "now",
         ),
         (
             '[narrowcast.all_gather]\ncompression = "raw"',
