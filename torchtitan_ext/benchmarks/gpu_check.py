@@ -1,7 +1,7 @@
 """Checks the Triton experts on a CUDA GPU: right, repeatable, and how fast and small they are.
 
-`scripts/gpu_check` runs `kernels.swiglu_experts` forward and backward in bf16, for one rank of
-OLMoE and one of DeepSeek-MoE, against plain torch: `swiglu.swiglu_experts` on grouped_mm, and a
+`scripts/gpu_check` runs `swiglu_triton.swiglu_experts` forward and backward in bf16, for one rank
+of OLMoE and one of DeepSeek-MoE, against plain torch: `swiglu.swiglu_experts` on grouped_mm, and a
 loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
 
     error      ||result - fp64|| / ||fp64||: the kernels' is to be at most 1.25 of grouped_mm's
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.moe import kernels, swiglu
+from narrowcast.moe import swiglu, swiglu_triton
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.swiglu import ExpertRows
 from narrowcast.util import aligned
@@ -177,7 +177,7 @@ def peak_mib(experts: Experts, problem: Problem) -> float:
 
 def measure(problem: Problem, rounds: int = 30, warm_up: int = 3) -> list[str]:
     """Time and memory: cells of a table."""
-    both = kernels.swiglu_experts, swiglu.swiglu_experts
+    both = swiglu_triton.swiglu_experts, swiglu.swiglu_experts
     times = [[time_ms(experts, problem) for experts in both] for _ in range(warm_up + rounds)]
     ours, plain = zip(*times[warm_up:], strict=True)
     ratios = [a / b for a, b in zip(ours, plain, strict=True)]
@@ -204,7 +204,7 @@ def main() -> int:
     all_right = True
     for name, shape in SHAPES.items():
         problem = make_problem(shape, torch.bfloat16, device)
-        for outcome in compare(kernels.swiglu_experts, problem):
+        for outcome in compare(swiglu_triton.swiglu_experts, problem):
             all_right &= outcome.right
             errors = f"{outcome.error:.2e}", f"{outcome.plain_error:.2e}"
             verdicts = ("yes" if yes else "NO" for yes in (outcome.repeats, outcome.right))
