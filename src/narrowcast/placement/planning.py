@@ -17,6 +17,7 @@ from narrowcast.placement.coselection import CoselectionCounts
 from narrowcast.placement.effort import SECONDS, Effort
 from narrowcast.placement.placement import Placement, from_parts
 from narrowcast.placement.recording import evenly_spaced
+from narrowcast.placement.search import searched
 from narrowcast.placement.trace import RoutingTrace
 
 Method = Literal["contiguous", "random", "occult", "pairwise", "rows"]
@@ -211,7 +212,7 @@ def plan_layer(
                 load_R = part_loads(routing.load_E, contiguous_E, num_ranks)
                 max_load = max(DEFAULT_LOAD, float(load_R.max() / load_R.mean()))
             limit = limit_of(routing.load_E, num_ranks, max_load)
-            found = partition.searched(
+            found = searched(
                 routing.sets,
                 num_ranks,
                 load_E=routing.load_E,
