@@ -5,6 +5,7 @@ gradients are bitwise those of plain FSDP2.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,11 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
@@ -26,10 +31,14 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._pytree import tree_map_only
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
+from narrowcast.fsdp2 import AllGather, DefaultAllocMixin
 from tests.narrowcast.training import same_bits, state_of
+from tests.ranks import Raised
 
 DIM, STEPS = 16, 4
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -354,6 +363,76 @@ def _trains_as_plain(case: Callable, folder: Path) -> bool:
 @pytest.mark.parametrize("case", _named(OF_TWO))
 def test_training_is_bitwise_that_of_plain_fsdp2(ranks, tmp_path: Path, case: Callable) -> None:
     assert ranks(2).run(_trains_as_plain, case, tmp_path) == [True] * 2
+
+
+class Float8Weight(Tensor):
+    """Gathers in a form of its own, as torchao's float8 weights do."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "Float8Weight":
+        return Tensor._make_wrapper_subclass(cls, tensor.size(), dtype=tensor.dtype)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, call: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda one: one._tensor, (args, kwargs or {}))
+        return tree_map_only(Tensor, cls, call(*args, **kwargs))
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        raise NotImplementedError
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class OtherAllGather(DefaultAllocMixin, AllGather):
+    def __call__(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+        dist.all_gather_into_tensor(output, shard, group)
+
+
+def _float8() -> None:
+    model = _blocks()
+    model[0].up.weight = nn.Parameter(Float8Weight(model[0].up.weight.detach()))
+    _narrow_both(_shard(model))
+
+
+def _other_all_gather() -> None:
+    model = _shard(_blocks())
+    model[0].set_custom_all_gather(OtherAllGather())
+    _narrow_both(model)
+
+
+def _sharded_by_fsdp1() -> None:
+    _narrow_both(FullyShardedDataParallel(_blocks(), device_id=torch.device("cpu")))
+
+
+def _replicated_by_ddp() -> None:
+    _narrow_both(DistributedDataParallel(_blocks()))
+
+
+def _narrow_both(model: nn.Module) -> None:
+    narrow_all_gather(model, compression="delta")
+    narrow_reduce_scatter(model)
+
+
+REFUSED = {
+    _float8: r"0\.up\.weight is a Float8Weight.*fsdp_pre_all_gather.*Turn off that extension",
+    _other_all_gather: r"has a OtherAllGather as its all-gather.*Leave out set_custom_all_gather",
+    _sharded_by_fsdp1: r"not sharded by FSDP2: call torch\.distributed\.fsdp\.fully_shard",
+    _replicated_by_ddp: r"not sharded by FSDP2: call torch\.distributed\.fsdp\.fully_shard",
+}
+
+
+@pytest.mark.parametrize("build", REFUSED)
+def test_what_cannot_go_together_is_refused_with_its_cure(ranks, build: Callable) -> None:
+    for outcome in ranks(2).outcomes(build):
+        assert isinstance(outcome, Raised)
+        assert outcome.type == "ValueError"
+        assert re.search(REFUSED[build], outcome.message), outcome.message
 
 
 @pytest.mark.parametrize("case", _named(OF_FOUR))
