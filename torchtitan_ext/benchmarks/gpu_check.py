@@ -1,9 +1,8 @@
 """Checks the Triton experts on a CUDA GPU: their errors, their repeatability, time and memory.
 
-``scripts/gpu_check`` runs ``swiglu_triton.swiglu_experts`` forward and backward in bf16, for one rank
-of
-OLMoE and one of DeepSeek-MoE, against plain torch: ``swiglu.swiglu_experts`` on grouped_mm, and a
-loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
+``scripts/gpu_check`` runs ``swiglu_triton.swiglu_experts`` forward and backward in bf16, for one
+rank of OLMoE and one of DeepSeek-MoE, against plain torch: ``swiglu.swiglu_experts`` on grouped_mm,
+and a loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
 
     error      ||result - fp64|| / ||fp64||: the kernels' must be at most 1.25 of grouped_mm's
     repeats    a second run is bitwise identical
