@@ -9,7 +9,6 @@ one without a ledger. A second model without a ledger shows the noise of these r
 both ranks together, is less noisy than wall time where other programs run too.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -26,7 +25,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast import Ledger, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.util import aligned, write_text
+from narrowcast.util import aligned
+from torchtitan_ext.benchmarks.command_line import make_parser, write_json
 
 RANKS = 2
 STEPS = 10  # of a block
@@ -138,22 +138,17 @@ def table(measured: list[Row]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line. Returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m torchtitan_ext.benchmarks.telemetry",
-        description=(__doc__ or "").partition("\n\n")[0],
-    )
+    parser = make_parser("telemetry", __doc__)
     parser.add_argument("--rounds", type=int, default=15, help="(15)")
     parser.add_argument("--layers", type=int, default=4, help="(4)")
     parser.add_argument("--width", type=int, default=1024, help="of a square layer (1024)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (folder, args.rounds, args.layers, args.width), nprocs=RANKS)
         seconds = json.loads(Path(folder, "seconds.json").read_text())
     measured = rows(seconds)
     print(table(measured))
-    if args.json is not None:
-        write_text(args.json, json.dumps([asdict(row) for row in measured], indent=1) + "\n")
+    write_json(args.json, [asdict(row) for row in measured])
     return 0
 
 
