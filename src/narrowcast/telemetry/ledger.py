@@ -28,8 +28,8 @@ from narrowcast.telemetry.collectives import count_collectives
 from narrowcast.telemetry.step_volume import StepVolume, TokenVolume
 
 SAMPLE_INTERVAL = 10
-"""Steps from one sample to the next where the caller does not choose. To count what has changed in a
-shard takes about half as long as to encode it."""
+"""Steps from one sample to the next where the caller does not choose. To count what has changed in
+a shard takes about half as long as to encode it."""
 
 
 class Ledger:
