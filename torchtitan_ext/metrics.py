@@ -60,7 +60,7 @@ def layout() -> dict[str, dict[str, list]]:
             ),
             "memory of caches": lines("selection/cache_bytes", "cache_bytes"),
             "shards changed since the first choice": lines("selection/changed_shards"),
-            "share of the time spent on watching shards": lines("selection/watching"),
+            "share of the time spent on sampling": lines("selection/sampling_share"),
         },
         "Changes since the last step": {
             "share of changed exponents": by_shard_type("changed_exponents"),

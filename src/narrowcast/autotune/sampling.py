@@ -93,6 +93,30 @@ class SampleStats:
 NUM_NUMBERS = len(SampleStats().to_numbers())
 
 
+class SampleHistory:
+    """The samples of all ranks over the sampling windows of a run.
+
+    Attributes:
+        samples: by parameter, of the last window in which it was sampled; of ``ALL``, of the last
+            two windows, since the times of few chunks are noisy.
+    """
+
+    def __init__(self) -> None:
+        self.samples: dict[str, SampleStats] = {}
+        self._last_of_all = SampleStats()
+
+    def add(self, window: dict[str, SampleStats]) -> None:
+        """Takes the samples of one window, by parameter and of ``ALL``."""
+        before, self._last_of_all = self._last_of_all, window[ALL]
+        self.samples |= {name: stats for name, stats in window.items() if stats.changes.values}
+        self.samples[ALL] = before + self._last_of_all
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything was sampled so far."""
+        return any(stats.changes.values for stats in self.samples.values())
+
+
 def examine(
     old_N: Tensor,
     new_N: Tensor,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.autotune import calibration, controller, sampling, solver
 from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
+from narrowcast.autotune.corrections import Corrections
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
 
@@ -51,8 +52,8 @@ def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
         ),
         patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
         patch.object(all_gather, "Sampler", partial(sampling.Sampler, share=math.inf)),
-        patch.object(controller.Controller, "_rescale", lambda _: None),
-        patch.object(controller.Controller, "_rescale_links", lambda _: None),
+        patch.object(Corrections, "learn_coding", lambda *_: None),
+        patch.object(Corrections, "learn_links", lambda *_: None),
     ):
         yield
 
@@ -202,7 +203,7 @@ def _with_a_shard_that_jumps(_: None) -> list[str]:
 
         optimizer.register_step_pre_hook(jump)
         train(setup, model, optimizer)
-        last, changed = _compressions(handle), handle.selection.changed
+        last, changed = _compressions(handle), handle.selection.num_changed
         handle.remove()
     others = {last[name] for name in ("0.experts.w2_EDF", "1.experts.w1_EFD", "1.experts.w2_EDF")}
     return [chosen[5]["0.experts.w1_EFD"], last["0.experts.w1_EFD"], *others, str(changed > 0)]
@@ -317,7 +318,7 @@ def test_the_report_says_how_many_shards_were_not_looked_at(ranks, tmp_path) -> 
     """At every third step each of the two ranks looks at one."""
     ranks(2).run(_report, tmp_path, 1 / 3)
     text = (tmp_path / "choice-step-00000004.txt").read_text()
-    assert "18 of 20 shards were not looked at yet" in text
+    assert "18 of 20 shards were not sampled yet" in text
 
 
 def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks, tmp_path) -> None:
@@ -331,11 +332,11 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert report["step"] == 4
     assert report["applied"] is True
     assert {one["label"] for one in report["reductions"]} == {"0", "1", "(root)"}
-    seen = report["seen"]["0.experts.w1_EFD"]
+    seen = report["samples"]["0.experts.w1_EFD"]
     assert 0 < seen["changed_exponents"] < seen["changed_values"] <= 1
     assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
-    assert "not looked at" not in text
+    assert "not sampled" not in text
     assert "bits a value in place of 16" in text
     assert "gradients of" in text
     assert (
@@ -354,7 +355,7 @@ def _reported_on_a_full_disk(folder: Path) -> list[str]:
         path.write_bytes(text[:1].encode())
         raise OSError(28, "No space left on device")
 
-    logger = logging.getLogger("narrowcast.autotune.controller")
+    logger = logging.getLogger("narrowcast.autotune.report")
     logger.addHandler(handler)
     try:
         with patch.object(Path, "write_text", full):
@@ -390,7 +391,7 @@ def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
 
 
 def _coding_scales(_: None) -> list[float]:
-    """Looks at a run in which coding takes three times what its pieces say, time and again."""
+    """Chooses in a run in which coding takes three times what the samples predict, repeatedly."""
     with on_a_link(SLOW):
         setup = Setup(steps=5)
         model, optimizer, handle = _narrow(setup)
@@ -403,10 +404,9 @@ def _coding_scales(_: None) -> list[float]:
         for shard in group.shards
     )
     scales = []
-    for coded in (3 * predicted, 3 * predicted, 0.0, 0.0):
-        selection._coded = coded
-        selection._rescale()
-        scales.append(selection._coding_scale)
+    for measured in (3 * predicted, 3 * predicted, 0.0, 0.0):
+        selection._solve(measured)
+        scales.append(selection._corrections.coding)
     handle.remove()
     return scales
 
@@ -428,9 +428,12 @@ def _link_scale(_: None) -> tuple[float, float]:
         comm.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
         measured += number
         predicted += number * SLOW * comm.group.shard_bytes
-    handle.selection._rescale_links()
+    selection = handle.selection
+    selection._corrections.learn_links(
+        selection._gathers.comms, selection._links, selection._consensus
+    )
     handle.remove()
-    return handle.selection._link_scales.popitem()[1], measured / predicted
+    return selection._corrections.links.popitem()[1], measured / predicted
 
 
 def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
