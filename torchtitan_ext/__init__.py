@@ -4,23 +4,22 @@
     torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
         --job.config_file x.toml
 
-Importing this package imports neither torch nor torchtitan.
+Importing this package imports no torchtitan.
 """
 
 import sys
 from typing import TYPE_CHECKING
 
-from torchtitan_ext.config import (
+from narrowcast.config import (
     AllGatherConfig,
     DispatchConfig,
-    JobConfig,
     NarrowcastConfig,
     PlacementConfig,
     ReduceScatterConfig,
     RoutingTraceConfig,
     VolumeConfig,
-    with_narrowcast,
 )
+from torchtitan_ext.config import JobConfig, with_narrowcast
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
+from narrowcast.config import PlacementConfig
 from narrowcast.placement.balance import part_loads
 from narrowcast.placement.correlation import MIN_TOKENS
 from narrowcast.placement.effort import SECONDS, Effort
@@ -24,7 +25,6 @@ from narrowcast.placement.planning import (
 from narrowcast.placement.relocation import ExpertLayer, PlacedExperts
 from narrowcast.placement.trace import RoutingTrace, load_trace
 from narrowcast.util import check_writable
-from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.job import Job
 from torchtitan_ext.placed_dispatch import check_placeable, place
 from torchtitan_ext.private import around_checkpoints, check_checkpoints, moe_layers, owner

@@ -13,10 +13,10 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from narrowcast.config import RoutingTraceConfig
 from narrowcast.placement.recording import RecordedTokens, RoutingRecorder, trace_of
 from narrowcast.placement.trace import RoutingTrace, id_dtype
 from narrowcast.util import check_writable
-from torchtitan_ext.config import RoutingTraceConfig
 from torchtitan_ext.job import Job
 from torchtitan_ext.private import moe_layers, on_dispatch
 

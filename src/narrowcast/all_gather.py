@@ -1,14 +1,13 @@
 """Narrows the parameter all-gathers of a model that ``fully_shard`` has sharded."""
 
-import inspect
 import logging
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -16,13 +15,13 @@ from torch.optim import Optimizer
 
 from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
 from narrowcast.allgather.announcer import Announcer
-from narrowcast.allgather.codec import BlockCheck, Compression, ExponentCoding, Scheme
+from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.offload import Prefetcher, host_copies
 from narrowcast.attribution import CALLER, counted_as
-from narrowcast.autotune.controller import Controller, Rules, Strategy
+from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
-from narrowcast.config import MAX_CHUNK_VALUES
+from narrowcast.config import AllGatherConfig, takes_settings_of
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.steps import StepHook
@@ -38,10 +37,6 @@ from narrowcast.wire import floats
 from narrowcast.wire.coders import find_coder
 
 logger = logging.getLogger(__name__)
-
-
-Selection = Literal["auto", "observe"]
-CacheDevice = Literal["device", "cpu"]
 
 
 class NarrowedModel:
@@ -164,25 +159,15 @@ class NarrowedModel:
             self._counted.remove()
 
 
+@takes_settings_of(AllGatherConfig, left_out=("enable",))
 def narrow_all_gather(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    compression: Compression | Selection = "auto",
-    exponent_coding: ExponentCoding = "delta",
-    block_size: int = 512,
-    block_check: BlockCheck = "compare",
-    entropy_coder: str = "auto",
-    verify_interval: int = 0,
-    parameters: Sequence[str] = ("*",),
-    cache_budget_gib: float = 4.0,
-    cache_device: CacheDevice = "device",
-    selection: Strategy = "exact",
-    warmup_steps: int = 30,
-    reselect_interval: int = 100,
     report: str | Path | None = None,
     volume: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    **settings: Any,
 ) -> NarrowedModel:
     """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
 
@@ -190,192 +175,137 @@ def narrow_all_gather(
     ``compression = "auto"`` that is every rank of the job, and all take their steps together.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
-        optimizer: shards are encoded after each of its steps, when all sizes are exchanged at once.
-            Of several, the one that steps last. Without it, each gather of a changed shard takes a
-            second round, and steps of the ledger end by ``ledger.end_step()``.
-        compression: what every receiver keeps of a shard, hence what need not be sent: ``delta``
-            (as much memory as the gathered parameters), ``exponent`` (a byte a parameter),
-            ``entropy`` (nothing), or ``none``, which sends all. ``auto`` gives each shard the one
-            that pays on this link, or leaves it to plain FSDP2; ``observe`` only reports what that
-            would be.
-        exponent_coding: of ``exponent``: the coded ``delta`` of exponents, or the exponents
-            of changed ``blocks``, as in the CIERA paper.
-        block_size: values a block.
-        block_check: of ``blocks``: ``compare`` with the exponents last sent, or their 128-bit
-            ``hash``, for which the sender keeps 16 bytes a block.
-        entropy_coder: entropy coder: ``auto`` or ``zstd``.
-        verify_interval: every how many gathers of a parameter group all ranks compare checksums of
-            what was rebuilt; 0: never.
-        parameters: patterns (``fnmatch``) of the names of the parameters to compress; others go
-            raw.
-        cache_budget_gib: of ``auto``: memory in GiB that a rank may keep; a hard limit.
-        cache_device: where it is cached: on the ``device``, or in pinned memory of the ``cpu``.
-        selection: of ``auto``: the ``exact`` choice under the budget, or the paper's: by ``ratio``
-            of gain to memory.
-        warmup_steps: of ``auto``: steps of plain FSDP2 that are watched before the choice.
-        reselect_interval: of ``auto``: steps from one look at the choice to the next; 0: none.
-        report: folder for what ``auto`` and ``observe`` measured and chose, as tables and JSON.
-        volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
-        process_group: the ranks that make this call, each for its part of the model; ``None``: all.
-            What one of them cannot go on from, all of them raise.
+        model: A module that ``fully_shard`` was applied to, or several (pipeline stages).
+        optimizer: Shards are encoded after each of its steps, and all sizes are exchanged at once.
+            Of several optimizers, the one that steps last. Without it, each gather of a changed
+            shard takes a second round, and steps of the ledger end by ``ledger.end_step()``.
+        report: Folder for what ``auto`` and ``observe`` measured and chose, as tables and JSON.
+        volume: Whether to count the bytes of all collectives, in the handle's ``ledger``.
+        process_group: The ranks that make this call, each for its part of the model; ``None``
+            stands for all. What one of them cannot go on from, all of them raise.
+        settings: The keys of ``narrowcast.config.AllGatherConfig``; see below.
 
     Raises:
-        ValueError: an argument is not allowed, or the model cannot be narrowed; on every rank.
-        SettingsError: the ranks were given different arguments or models.
+        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank.
+        SettingsError: The ranks were given different arguments or models.
     """
-    settings = {
-        "compression": compression,
-        "exponent_coding": exponent_coding,
-        "block_size": block_size,
-        "block_check": block_check,
-        "entropy_coder": entropy_coder,
-        "verify_interval": verify_interval,
-        "parameters": list(parameters) if isinstance(parameters, list | tuple) else parameters,
-        "cache_budget_gib": cache_budget_gib,
-        "cache_device": cache_device,
-        "selection": selection,
-        "warmup_steps": warmup_steps,
-        "reselect_interval": reselect_interval,
-        "volume": volume,
-    }
     groups: list[ParamGroup] = []
-    error = None
+    config, schemes, error = AllGatherConfig(), {}, None
     try:
+        config = AllGatherConfig.of(settings)
         groups = sharded_groups(model)
-        schemes = _check(groups, optimizer, settings)
+        schemes = _schemes_of(groups, optimizer, config)
+        check_volume(groups, optimizer, volume)
         if not isinstance(report, str | Path | None):
-            raise ValueError(f"report = {report!r}; allowed: a path, or None")
+            raise ValueError(f"report = {report!r}: must be a path, or None")
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, settings, error, process_group)
+    check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
-    ledger = counted.ledger if counted else None
-    chooses = compression in get_args(Selection)
-    copies, prefetcher = host_copies(groups[0].device, cache_device), Prefetcher()
-    comms = [
+    comms = _comms_of(groups, schemes, config, counted)
+    controller = None
+    if config.chooses:
+        compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
+        folder = None if report is None else Path(report)
+        with job.together("narrow_all_gather"), counted_as(CALLER):
+            controller = _controller_of(comms, compressed, config, counted, folder, job)
+    return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
+
+
+def _comms_of(
+    groups: list[ParamGroup],
+    schemes: dict[str, Scheme],
+    config: AllGatherConfig,
+    counted: CountedModel | None,
+) -> list[NarrowAllGather]:
+    """The all-gathers of all parameter groups of which anything is to be compressed."""
+    copies, prefetcher = host_copies(groups[0].device, config.cache_device), Prefetcher()
+    return [
         NarrowAllGather(
             group,
-            None if chooses else schemes,
-            find_coder(entropy_coder),
-            verify_interval,
-            ledger,
+            None if config.chooses else schemes,
+            find_coder(config.entropy_coder),
+            config.verify_interval,
+            counted.ledger if counted else None,
             copies=copies,
             prefetcher=prefetcher,
         )
         for group in groups
-        if compression == "none" or any(schemes[name].compression != "none" for name in group.names)
+        if config.compression == "none"
+        or any(schemes[name].compression != "none" for name in group.names)
     ]
-    controller = None
-    if chooses:
-        compressed = {name for name, scheme in schemes.items() if scheme.compression != "none"}
-        with job.together("narrow_all_gather"), counted_as(CALLER):
-            controller = Controller(
-                comms,
-                compressed,
-                Sampler(
-                    [comm.group for comm in comms],
-                    compressed,
-                    exponent_coding=exponent_coding,
-                    block_size=block_size,
-                    block_check=block_check,
-                    coder=find_coder(entropy_coder),
-                    counts=volume,
-                    job=job.group,
-                ),
-                Rules(
-                    applies=compression == "auto",
-                    cache_budget_gib=cache_budget_gib,
-                    strategy=selection,
-                    warmup_steps=warmup_steps,
-                    reselect_interval=reselect_interval,
-                    report=None if report is None else Path(report),
-                ),
-                ledger,
-                cache_device,
-                job,
-            )
-    return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
 
 
-def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> dict[str, Scheme]:
+def _controller_of(
+    comms: list[NarrowAllGather],
+    compressed: set[str],
+    config: AllGatherConfig,
+    counted: CountedModel | None,
+    report: Path | None,
+    job: Job,
+) -> Controller:
+    """What chooses the compressions of these parameters."""
+    sampler = Sampler(
+        [comm.group for comm in comms],
+        compressed,
+        exponent_coding=config.exponent_coding,
+        block_size=config.block_size,
+        block_check=config.block_check,
+        coder=find_coder(config.entropy_coder),
+        counts=counted is not None,
+        job=job.group,
+    )
+    rules = Rules(
+        applies=config.compression == "auto",
+        cache_budget_gib=config.cache_budget_gib,
+        strategy=config.selection,
+        warmup_steps=config.warmup_steps,
+        reselect_interval=config.reselect_interval,
+        report=report,
+    )
+    ledger = counted.ledger if counted else None
+    return Controller(comms, compressed, sampler, rules, ledger, config.cache_device, job)
+
+
+def _schemes_of(
+    groups: list[ParamGroup], optimizer: Optimizer | None, config: AllGatherConfig
+) -> dict[str, Scheme]:
     """Each parameter's scheme.
 
     Raises:
-        ValueError: a setting is not allowed, or the model has another custom all-gather.
+        ValueError: The model cannot be narrowed as the settings ask for.
     """
-    for name, choices in _CHOICES.items():
-        if settings[name] not in choices:
-            allowed = ", ".join(map(repr, choices))
-            raise ValueError(f"{name} = {settings[name]!r}; allowed: {allowed}")
-    for name, (least, most, allowed) in _NUMBERS.items():
-        value = settings[name]
-        if type(value) is not int or value < least or (most is not None and value > most):
-            raise ValueError(f"{name} = {value!r}; allowed: {allowed}")
-    budget = settings["cache_budget_gib"]
-    if type(budget) not in (int, float) or not 0 <= budget < math.inf:
-        raise ValueError(f"cache_budget_gib = {budget!r}; allowed: a number of at least 0")
-    if settings["compression"] not in get_args(Selection):
-        defaults = inspect.signature(narrow_all_gather).parameters
-        for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
-            if settings[name] != defaults[name].default:
-                raise ValueError(
-                    f"{name} = {settings[name]!r}: works with compression = 'auto' or 'observe', "
-                    f"not {settings['compression']!r}: leave it out"
-                )
-    if settings["compression"] in get_args(Selection) and optimizer is None:
+    if config.chooses and optimizer is None:
         raise ValueError(
-            f"compression = {settings['compression']!r} without an optimizer, after whose steps "
-            "shards are looked at: give narrow_all_gather the optimizer, or another compression"
+            f'compression = "{config.compression}" without an optimizer, after whose steps shards '
+            "are sampled: give narrow_all_gather the optimizer, or another compression"
         )
-    check_volume(groups, optimizer, settings["volume"])
-    find_coder(settings["entropy_coder"])
     _check_plain(groups)
-    patterns = settings["parameters"]
-    if not isinstance(patterns, list | tuple) or not all(isinstance(p, str) for p in patterns):
-        raise ValueError(f"parameters = {patterns!r}; allowed: a list of patterns")
     names = [name for group in groups for name in group.names]
-    for pattern in patterns:
+    for pattern in config.parameters:
         if not any(fnmatch(name, pattern) for name in names):
             logger.warning("narrowcast: parameters pattern %r matches no parameter", pattern)
-    compressed = {name for name in names if any(fnmatch(name, pattern) for pattern in patterns)}
-    coded = {p.name for group in groups for p in group.params if p.dtype in floats.LAYOUTS}
-    if settings["compression"] in get_args(Selection) and compressed and not compressed & coded:
-        allowed = ", ".join(map(str, floats.LAYOUTS))
-        raise ValueError(
-            f"parameters = {patterns!r} matches parameters of other dtypes than {allowed} alone: "
-            f"there is nothing to choose for compression = {settings['compression']!r}"
-        )
+    compressed = {n for n in names if any(fnmatch(n, pattern) for pattern in config.parameters)}
     if not compressed:
         raise ValueError(
-            f"parameters = {patterns!r} matches none of the model's parameters, such as "
+            f"parameters = {config.parameters!r} matches none of the model's parameters, such as "
             f"{names[0]!r}"
         )
-    compression = settings["compression"]
+    coded = {p.name for group in groups for p in group.params if p.dtype in floats.LAYOUTS}
+    if config.chooses and not compressed & coded:
+        allowed = ", ".join(map(str, floats.LAYOUTS))
+        raise ValueError(
+            f"parameters = {config.parameters!r} matches parameters of other dtypes than {allowed} "
+            f'alone: there is nothing to choose for compression = "{config.compression}"'
+        )
     scheme = Scheme(
-        "delta" if compression in get_args(Selection) else compression,
-        settings["exponent_coding"],
-        settings["block_size"],
-        settings["block_check"],
+        "delta" if config.chooses else config.compression,
+        config.exponent_coding,
+        config.block_size,
+        config.block_check,
     )
     return {name: scheme if name in compressed else Scheme("none") for name in names}
-
-
-_CHOICES = {
-    "compression": (*get_args(Selection), *get_args(Compression)),
-    "exponent_coding": get_args(ExponentCoding),
-    "block_check": get_args(BlockCheck),
-    "cache_device": get_args(CacheDevice),
-    "selection": get_args(Strategy),
-}
-# The least and the most that is allowed, and both in words.
-_NUMBERS = {
-    "block_size": (1, MAX_CHUNK_VALUES, f"1 to {MAX_CHUNK_VALUES}"),
-    "verify_interval": (0, None, "0 (never) and more"),
-    "warmup_steps": (3, None, "3 and more"),
-    "reselect_interval": (0, None, "0 (never) and more"),
-}
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:

@@ -6,27 +6,33 @@ what `--print-config` prints.
 """
 
 import ast
-import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
 
 # Shorter chunks are more calls of tensor operations: on a CPU a gather takes 7 % longer with half
 # as many values, 27 % with a quarter, and no less with twice as many.
 MAX_CHUNK_VALUES = 1 << 18
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _rule(allowed: str, is_allowed: Callable[[Any], bool]) -> dict[str, Any]:
+    """The metadata of a field whose type does not say all of what it accepts."""
+    return {"allowed": allowed, "is_allowed": is_allowed}
+
+
 def _checked(default: Any, allowed: str, is_allowed: Callable[[Any], bool]) -> Any:
-    """A field that takes values of which its type does not say all."""
-    metadata = {"allowed": allowed, "is_allowed": is_allowed}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    """A field with a rule."""
+    return field(default=default, metadata=_rule(allowed, is_allowed))
 
 
 def _integer(default: int, at_least: int, at_most: int | None = None) -> Any:
@@ -82,12 +88,9 @@ class Section:
         for one in fields(self):  # type: ignore[arg-type]
             value = getattr(self, one.name)
             if not _is_allowed(one, value):
-                renamed = self.renamed_values.get(one.name, {})
-                cure = ""
-                if isinstance(value, str) and value in renamed:
-                    cure = f'; "{value}" is called "{renamed[value]}" now'
                 raise ValueError(
-                    f"{self.path}.{one.name} = {value!r}: must be {allowed_values(one)}{cure}"
+                    f"{self.path}.{one.name} = {value!r}: must be {allowed_values(one)}"
+                    f"{renamed_value(type(self), one.name, value)}"
                 )
         self._check()
 
@@ -98,18 +101,19 @@ class Section:
         return defaults(type(self))[name]
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> Any:
-        """The section with these keys set, as the Python calls are given them.
+    def of(cls, settings: dict[str, Any]) -> Self:
+        """The section with these keys set, as the Python calls are given them: all but ``enable``.
 
         Raises:
             ValueError: a key is not one of the section's, or its value is not allowed. The message
                 names the key without the section.
         """
-        for name in settings:
-            if name not in defaults(cls):
-                raise ValueError(f"{name} = {settings[name]!r}: {unknown_key(name, [cls])}")
+        allowed = [name for name in defaults(cls) if name != "enable"]
+        for name, value in settings.items():
+            if name not in allowed:
+                raise ValueError(f"{name} = {value!r}: {unknown_key(name, allowed, cls.renamed)}")
         try:
-            return cls(**settings)
+            return cls(enable=True, **settings)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"{cls.path}.")) from None
 
@@ -155,26 +159,32 @@ def defaults(cls: type) -> dict[str, Any]:
     }
 
 
-def unknown_key(key: str, sections: Iterable[type]) -> str:
-    """What is said of a key that no section has: the name that it has now, or one that is close."""
-    import difflib
+def renamed_value(cls: type, key: str, value: Any) -> str:
+    """What is added to an error where a value of an earlier release is called otherwise now."""
+    new = getattr(cls, "renamed_values", {}).get(key, {}).get(str(value))
+    return f'; "{value}" is called "{new}" now' if new else ""
 
-    sections = list(sections)
-    renamed = {old: new for one in sections for old, new in getattr(one, "renamed", {}).items()}
-    allowed = [name for one in sections for name in defaults(one)]
+
+def unknown_key(key: str, allowed: Sequence[str], renamed: Mapping[str, str]) -> str:
+    """What is said of a key that is not one of those allowed: the name that it has now, or a close
+    one."""
     close = difflib.get_close_matches(key, allowed, n=1)
-    hint = f'; it is called "{renamed[key]}" now' if key in renamed else ""
-    hint = hint or (f'; did you mean "{close[0]}"?' if close else "")
+    hint = f'; did you mean "{close[0]}"?' if close else ""
+    if key in renamed:
+        hint = f'; it is called "{renamed[key]}" now'
     return f"unknown key{hint} (allowed: {', '.join(allowed)})"
 
 
-def takes_settings_of(cls: type, *left_out: str) -> Callable[[Callable], Callable]:
-    """Gives a function, which takes the fields of a section as ``**settings``, their signature and
-    their meanings."""
+def takes_settings_of(
+    cls: type, *, left_out: tuple[str, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Gives a function, which takes the keys of a section as ``**settings``, their signature, and
+    adds their meanings to its docstring."""
+    keys = [one for one in fields(cls) if one.name not in left_out]
 
-    def decorated(function: Callable) -> Callable:
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(function)
-        rest = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         settings = [
             inspect.Parameter(
                 one.name,
@@ -182,23 +192,15 @@ def takes_settings_of(cls: type, *left_out: str) -> Callable[[Callable], Callabl
                 default=defaults(cls)[one.name],
                 annotation=one.type,
             )
-            for one in fields(cls)
-            if one.name not in left_out
+            for one in keys
         ]
-        function.__signature__ = own.replace(parameters=[*rest, *settings])  # type: ignore[attr-defined]
-        lines = [
-            textwrap.fill(
-                f"{one.name}: {_meanings(cls)[one.name]} Allowed: {allowed_values(one)}.",
-                width=96,
-                initial_indent="    ",
-                subsequent_indent="        ",
-                break_long_words=False,
-            )
-            for one in fields(cls)
-            if one.name not in left_out
-        ]
-        function.__doc__ = inspect.cleandoc(function.__doc__ or "")
-        function.__doc__ += "\n\nSettings:\n" + "\n".join(lines) + "\n"
+        function.__signature__ = own.replace(parameters=[*named, *settings])  # type: ignore[attr-defined]
+        lines = [f"{one.name}: {meanings(cls)[one.name]}" for one in keys]
+        wrapped = textwrap.TextWrapper(92, subsequent_indent=" " * 4)
+        function.__doc__ = "\n".join(
+            [inspect.cleandoc(function.__doc__ or ""), "", "Settings:"]
+            + [textwrap.indent(wrapped.fill(line), " " * 4) for line in lines]
+        )
         return function
 
     return decorated
@@ -210,12 +212,12 @@ _OLD_COMPRESSIONS = {"value": "delta", "coded": "entropy", "raw": "none"}
 @dataclass(frozen=True, kw_only=True)
 class AllGatherConfig(Section):
     path = "narrowcast.all_gather"
-    renamed = {
+    renamed: ClassVar = {
         "treatment": "compression",
         "exponent_exchange": "exponent_coding",
         "coder": "entropy_coder",
     }
-    renamed_values = {
+    renamed_values: ClassVar = {
         "compression": _OLD_COMPRESSIONS,
         "exponent_coding": {"difference": "delta"},
     }
@@ -291,7 +293,9 @@ class AllGatherConfig(Section):
     0 means never.
     """
 
-    parameters: list[str] = _checked(["*"], "one or more patterns", _is_patterns)
+    parameters: list[str] = field(
+        default_factory=lambda: ["*"], metadata=_rule("one or more patterns", _is_patterns)
+    )
     """
     Patterns (fnmatch) of the names of the parameters that are compressed; the others are sent as
     they are. On the command line: A,B,C.
@@ -315,8 +319,8 @@ class AllGatherConfig(Section):
 @dataclass(frozen=True, kw_only=True)
 class ReduceScatterConfig(Section):
     path = "narrowcast.reduce_scatter"
-    renamed = {"treatment": "compression", "coder": "entropy_coder"}
-    renamed_values = {"compression": _OLD_COMPRESSIONS}
+    renamed: ClassVar = {"treatment": "compression", "coder": "entropy_coder"}
+    renamed_values: ClassVar = {"compression": _OLD_COMPRESSIONS}
 
     enable: bool = False
     """
@@ -348,7 +352,9 @@ class RoutingTraceConfig(Section):
     """
 
     file: str = _checked(
-        "routing_trace.safetensors", "a path, not empty", lambda value: _is_text(value) and value
+        "routing_trace.safetensors",
+        "a path, not empty",
+        lambda value: _is_text(value) and bool(value),
     )
     """Where the trace goes, after the last recorded step. Relative to dump_folder."""
 

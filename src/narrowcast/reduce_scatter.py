@@ -1,17 +1,18 @@
 """Narrows the gradient reduce-scatters of a model that ``fully_shard`` has sharded."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
+from narrowcast.config import ReduceScatterConfig, takes_settings_of
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
-from narrowcast.reducescatter.codec import Compression
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.telemetry.ledger import CountedModel, check_volume, count_volume, unwrapped
 from narrowcast.wire.coders import find_coder
@@ -62,64 +63,57 @@ class NarrowedGradients:
             self._counted.remove()
 
 
+@takes_settings_of(ReduceScatterConfig, left_out=("enable",))
 def narrow_reduce_scatter(
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | None = None,
     *,
-    compression: Compression = "entropy",
-    entropy_coder: str = "auto",
     volume: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    **settings: Any,
 ) -> NarrowedGradients:
     """Sends fewer bytes in the gradient reduce-scatters of an FSDP2 model.
 
-    Every rank's contribution arrives at its owner to the last bit. The owner sums them in the order
-    of the ranks, in FSDP2's reduce dtype, so that a run repeats to the bit whatever the backend's
-    algorithm. At two ranks the sum is plain FSDP2's to the bit; at more it is where the backend
-    sums in that order, and elsewhere it differs as two orders of one sum do.
+    Every rank's contribution arrives at its owner bitwise identical. The owner sums them in the
+    order of the ranks, in FSDP2's reduce dtype, so that a run repeats bit for bit whatever the
+    backend's algorithm. At two ranks the sum is bitwise identical to baseline FSDP2's; at more it
+    is where the backend sums in that order, and elsewhere it differs as two orders of one sum do.
 
     Call it on every rank, after ``fully_shard`` and before or between training steps; before or
     after ``narrow_all_gather``, or without it.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or several (pipeline stages).
-        optimizer: steps of the ledger end with each of its steps. Not needed where
+        model: A module that ``fully_shard`` was applied to, or several (pipeline stages).
+        optimizer: Steps of the ledger end with each of its steps. Not needed where
             ``narrow_all_gather`` was given it.
-        compression: ``entropy``, or ``none``, which sends all bits by the same exchange.
-        entropy_coder: entropy coder: ``auto`` or ``zstd``.
-        volume: whether to count the bytes of all collectives, in the handle's ``ledger``.
-        process_group: the ranks that make this call, each for its part of the model; ``None``: all.
-            What one of them cannot go on from, all of them raise.
+        volume: Whether to count the bytes of all collectives, in the handle's ``ledger``.
+        process_group: The ranks that make this call, each for its part of the model; ``None``
+            stands for all. What one of them cannot go on from, all of them raise.
+        settings: The keys of ``narrowcast.config.ReduceScatterConfig``; see below.
 
     Raises:
-        ValueError: an argument is not allowed, or the model cannot be narrowed; on every rank.
-        SettingsError: the ranks were given different arguments or models.
+        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank.
+        SettingsError: The ranks were given different arguments or models.
     """
-    settings = {"compression": compression, "entropy_coder": entropy_coder, "volume": volume}
     groups: list[ParamGroup] = []
-    error = None
+    config, error = ReduceScatterConfig(), None
     try:
+        config = ReduceScatterConfig.of(settings)
         groups = sharded_groups(model)
-        _check(groups, optimizer, settings)
+        check_volume(groups, optimizer, volume)
+        _check_plain(groups)
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, settings, error, process_group)
+    check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
-    comms = [
-        NarrowReduceScatter(group, compression, find_coder(entropy_coder), ledger, job)
-        for group in groups
-    ]
+    coder = find_coder(config.entropy_coder)
+    comms = [NarrowReduceScatter(group, config.compression, coder, ledger, job) for group in groups]
     return NarrowedGradients(modules_of(model), comms, counted, job)
 
 
-def _check(groups: list[ParamGroup], optimizer: Any, settings: dict[str, Any]) -> None:
-    if settings["compression"] not in get_args(Compression):
-        allowed = ", ".join(map(repr, get_args(Compression)))
-        raise ValueError(f"compression = {settings['compression']!r}; allowed: {allowed}")
-    find_coder(settings["entropy_coder"])
-    check_volume(groups, optimizer, settings["volume"])
+def _check_plain(groups: list[ParamGroup]) -> None:
     for group in groups:
         comm = unwrapped(group.reduce_scatter)
         if isinstance(comm, NarrowReduceScatter):

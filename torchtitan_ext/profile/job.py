@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from narrowcast.config import PlacementConfig
 from narrowcast.util import check_writable
-from torchtitan_ext.config import PlacementConfig
 from torchtitan_ext.launch import is_first_rank
 from torchtitan_ext.profile import figures
 

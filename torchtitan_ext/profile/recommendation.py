@@ -7,7 +7,7 @@ from typing import Any
 
 from narrowcast.autotune.gradients import Reduction, is_worthwhile
 from narrowcast.autotune.solver import Choice, Group
-from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig
+from narrowcast.config import AllGatherConfig, NarrowcastConfig
 from torchtitan_ext.toml.writer import to_lines
 
 

@@ -6,7 +6,6 @@ dataclass runs its `__post_init__` on the final values and the base stays as it 
 """
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from dataclasses import MISSING, dataclass, is_dataclass
@@ -16,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from torchtitan.trainer import Trainer
 
+from narrowcast.config import renamed_value, unknown_key
 from torchtitan_ext.config import JobConfig, with_narrowcast
 from torchtitan_ext.private import BaseError, load_base_config
 from torchtitan_ext.toml import schema
@@ -105,11 +105,14 @@ class _Overlay:
         for key, value in given.items():
             where = _join(path, key)
             if key in hints:
-                new[key] = self.value(where, hints[key], old[key], value)
+                cure = renamed_value(cls, key, value)
+                new[key] = self.value(where, hints[key], old[key], value, cure)
             elif key in schema.field_types(cls):
                 self._refuse(where, value, "cannot be set from TOML")
             else:
-                self._refuse(where, value, _unknown_key(key, [*also, *hints]))
+                self._refuse(
+                    where, value, unknown_key(key, [*also, *hints], getattr(cls, "renamed", {}))
+                )
         missing = [k for k, v in old.items() if v is MISSING and k not in new]
         self.problems += [f"{_join(path, key)} is missing" for key in missing]
         if len(self.problems) > known_before:
@@ -121,8 +124,11 @@ class _Overlay:
             self.problems.append(str(error) if names_it else f"[{path}]: {error}")
             return current
 
-    def value(self, path: str, hint: Any, current: Any, given: Any) -> Any:
-        """`given` as a value of type `hint`, laid over `current` (MISSING where there is none)."""
+    def value(self, path: str, hint: Any, current: Any, given: Any, cure: str = "") -> Any:
+        """`given` as a value of type `hint`, laid over `current` (MISSING where there is none).
+
+        `cure` ends the message where it is none.
+        """
         members = schema.members_of(hint)
         if given == "None" and NoneType in members:
             return None
@@ -136,7 +142,7 @@ class _Overlay:
         fitted = schema.fit(members, given) if members != [Any] else schema.fit_like(current, given)
         if fitted is MISSING:
             wanted = members if members != [Any] else [type(current)]
-            self._refuse(path, given, f"must be {_expected(wanted)}")
+            self._refuse(path, given, f"must be {_expected(wanted)}{cure}")
         return fitted
 
     def _section(self, path: str, hint: Any, current: Any, given: Any) -> Any:
@@ -262,12 +268,6 @@ def _expected(members: list[Any]) -> str:
 
 def _one_of(names: Any) -> str:
     return " or ".join(f'"{name}"' for name in names)
-
-
-def _unknown_key(key: str, allowed: list[str]) -> str:
-    close = difflib.get_close_matches(key, allowed, n=1)
-    hint = f'; did you mean "{close[0]}"?' if close else ""
-    return f"unknown key{hint} (allowed: {', '.join(allowed)})"
 
 
 def _indices(match: re.Match[str], length: int) -> range:

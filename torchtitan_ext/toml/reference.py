@@ -3,17 +3,14 @@
 `python -m torchtitan_ext.toml.reference docs/toml.md`
 """
 
-import ast
-import inspect
-import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_origin
 
+from narrowcast.config import NarrowcastConfig, allowed_values, defaults, meanings
 from narrowcast.util import write_text
-from torchtitan_ext.config import NarrowcastConfig, allowed_values
 from torchtitan_ext.toml.writer import to_literal
 
 START = "<!-- tables: python -m torchtitan_ext.toml.reference docs/toml.md -->"
@@ -29,31 +26,20 @@ def with_tables(page: str) -> str:
 
 def _tables() -> Iterator[str]:
     for section in fields(NarrowcastConfig):
-        described = _docstrings(section.type)
+        meaning, default = meanings(section.type), defaults(section.type)
         yield f"### `[narrowcast.{section.name}]`\n"
         yield "| key | type | default | allowed | meaning |"
         yield "|---|---|---|---|---|"
         for key in fields(section.type):
             typed = "str" if get_origin(key.type) is Literal else _name(key.type)
-            default = key.default if key.default_factory is MISSING else key.default_factory()
             allowed = allowed_values(key) or "any"
-            meaning = described[key.name]
-            yield f"| `{key.name}` | `{typed}` | `{to_literal(default)}` | {allowed} | {meaning} |"
+            cells = [f"`{key.name}`", f"`{typed}`", f"`{to_literal(default[key.name])}`", allowed]
+            yield f"| {' | '.join([*cells, meaning[key.name]])} |"
         yield ""
 
 
 def _name(cls: type) -> str:
     return cls.__name__ if get_origin(cls) is None else str(cls)
-
-
-def _docstrings(cls: type) -> dict[str, str]:
-    """The text under each field of a dataclass, on one line."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body
-    return {
-        stated.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
-        for stated, text in itertools.pairwise(body)
-        if isinstance(stated, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Reduction:
     Attributes:
         label: of the parameter group.
         plain: by the backend's own reduce-scatter, predicted.
-        none, entropy: by narrowcast's exchange, predicted. What coding overlaps with is not deducted.
+        none, entropy: by narrowcast's exchange, predicted. Overlap of coding is not deducted.
         bits: that a entropy gradient takes.
     """
 

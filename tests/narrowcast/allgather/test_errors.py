@@ -197,22 +197,32 @@ def test_reset_on_every_rank_mends_a_dropped_cache(ranks) -> None:
 
 
 WRONG_ARGUMENTS = {
-    "compression": ("values", "'auto', 'observe', 'delta', 'exponent', 'entropy', 'none'"),
-    "exponent_coding": ("block", "'delta', 'blocks'"),
-    "block_check": ("sha", "'compare', 'hash'"),
-    "block_size": (0, "1 to 262144"),
-    "block_size ": (10**12, "1 to 262144"),
-    "verify_interval": (-1, "0 (never) and more"),
-    "entropy_coder": ("ans", "'auto', 'zstd'"),
+    "compression": (
+        "values",
+        '"auto" or "observe" or "delta" or "exponent" or "entropy" or "none"',
+    ),
+    "exponent_coding": ("block", '"delta" or "blocks"'),
+    "block_check": ("sha", '"compare" or "hash"'),
+    "block_size": (0, "an integer from 1 to 262144"),
+    "block_size ": (10**12, "an integer from 1 to 262144"),
+    "verify_interval": (-1, "an integer of at least 0"),
+    "entropy_coder": ("ans", '"auto" or "zstd"'),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
     "cache_budget_gib": (-0.5, "a number of at least 0"),
-    "cache_device": ("gpu", "'device', 'cpu'"),
-    "selection": ("greedy", "'exact', 'ratio'"),
-    "warmup_steps": (2, "3 and more"),
-    "reselect_interval": (-1, "0 (never) and more"),
+    "cache_device": ("gpu", '"device" or "cpu"'),
+    "selection": ("greedy", '"exact" or "ratio"'),
+    "warmup_steps": (2, "an integer of at least 3"),
+    "reselect_interval": (-1, "an integer of at least 0"),
     "report": (5, "a path, or None"),
     "parameters": (["*.no_such.*"], "none of the model's parameters"),
+    "parameter": (["*"], 'did you mean "parameters"?'),
+    "enable": (True, "unknown key"),
+    # What earlier releases had: the message has the new name.
+    "treatment": ("value", 'it is called "compression" now'),
+    "coder": ("zstd", 'it is called "entropy_coder" now'),
+    "compression ": ("value", '"value" is called "delta" now'),
+    "exponent_coding ": ("difference", '"difference" is called "delta" now'),
 }
 
 

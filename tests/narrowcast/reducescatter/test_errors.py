@@ -233,12 +233,12 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
     outcomes = ranks(4).outcomes(_narrow_by_rank, {"entropy_coder": "ans"}, timeout_s=SOON_S)
     for outcome in outcomes:
         assert outcome.type == "ValueError"
-        assert "coder = 'ans'" in outcome.message
+        assert "entropy_coder = 'ans'" in outcome.message
 
 
 WRONG_ARGUMENTS = {
-    "compression": ("delta", "'entropy', 'none'"),
-    "entropy_coder": ("ans", "'auto', 'zstd'"),
+    "compression": ("delta", '"entropy" or "none"'),
+    "entropy_coder": ("ans", '"auto" or "zstd"'),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
 }

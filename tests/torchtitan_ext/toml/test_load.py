@@ -123,7 +123,7 @@ def test_keys_of_torchtitan_and_ours_are_set_and_the_others_keep_the_bases_value
     assert config.narrowcast.all_gather.parameters == ["*.experts.*"]
     assert config.narrowcast.reduce_scatter.enable
     assert config.narrowcast.reduce_scatter.compression == "none"
-    assert config.narrowcast.reduce_scatter.coder == "auto"
+    assert config.narrowcast.reduce_scatter.entropy_coder == "auto"
     assert not config.narrowcast.volume.enable
 
 
@@ -308,6 +308,15 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         (
             "[narrowcast.reduce_scatter]\nenable = 1",
             "narrowcast.reduce_scatter.enable = 1: must be true or false",
+        ),
+        (
+            '[narrowcast.all_gather]\ntreatment = "value"',
+            'narrowcast.all_gather.treatment = "value": unknown key; it is called "compression" now',
+        ),
+        (
+            '[narrowcast.all_gather]\ncompression = "raw"',
+            'narrowcast.all_gather.compression = "raw": must be "auto" or "observe" or "delta" or '
+            '"exponent" or "entropy" or "none"; "raw" is called "none" now',
         ),
         (
             '[narrowcast.reduce_scatter]\nparameters = ["*"]',
@@ -530,7 +539,9 @@ def test_flags_override_the_files_narrowcast_sections_and_activation_checkpointi
     file = write(
         '[activation_checkpoint]\ntype = "full"\n[narrowcast.all_gather]\nblock_size = 8\n'
     )
-    command_line(*FROM_TOML, "--job.config_file", file, "--narrowcast.all_gather.compression=coded")
+    command_line(
+        *FROM_TOML, "--job.config_file", file, "--narrowcast.all_gather.compression=entropy"
+    )
     config = ConfigManager().parse_args()
     assert type(config.activation_checkpoint) is FullAC.Config
     assert config.narrowcast.all_gather.compression == "entropy"
