@@ -147,8 +147,8 @@ class NarrowedModel:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
         if self._steps is not None:
             self._steps.remove()
-        if self.selection is not None and self.ledger is not None:
-            self.ledger.on_gradients = None
+        if self.selection is not None:
+            self.selection.remove()
         for comm in self._comms:
             comm.group.all_gather = comm.plain
         for group in self._guarded:

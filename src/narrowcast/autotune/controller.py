@@ -106,8 +106,6 @@ class Controller:
             list(groups.values()), CODERS, cache_device=cache_device
         )
         self._gradients = GradientSampler(groups, sampler.coder, job.group)
-        if ledger is not None:
-            ledger.on_gradients = self._gradients
         self._barrier = StepBarrier(job, list(groups.values()))
         self._schedule = Schedule(
             rules.warmup_steps, rules.reselect_interval, always_samples=not rules.applies
@@ -128,6 +126,11 @@ class Controller:
         if self._consensus.is_leader:
             self._report.log("calibrated:\n" + calibration.table(self.calibration))
             self._report.save_json("calibration", calibration.as_json(self.calibration))
+        self._gradients.subscribe()
+
+    def remove(self) -> None:
+        """Ends the observation of gradients. Compressions stay as they are."""
+        self._gradients.unsubscribe()
 
     def after_step(self) -> None:
         """Samples, and chooses when it is time. Every rank must call this after each step."""
@@ -137,7 +140,7 @@ class Controller:
             self._barrier.wait(self._schedule.steps)
             self._record_changes(self.sampler.after_step())
             if self.sampler.pieces_a_step:
-                self._gradients.make_room(_GRADIENT_CHUNKS * self.sampler.pieces_a_step)
+                self._gradients.allow(_GRADIENT_CHUNKS * self.sampler.pieces_a_step)
         else:
             self.sampler.pause()
         if self._schedule.steps_to_choice is None:
@@ -198,7 +201,7 @@ class Controller:
         comms, steps = self._gathers.comms, self._schedule.steps_since_choice
         coding_seconds = measured_coding(list(comms.values()), steps, self._consensus)
         self._corrections.learn_links(comms, self._links, self._consensus)
-        self.reductions = self._gradients.reductions(
+        self.reductions = self._gradients.predict(
             self._consensus.labels, self._links, steps, self._consensus.device
         )
         solved = self._consensus.from_leader(lambda: self._solve(coding_seconds))
@@ -231,10 +234,10 @@ class Controller:
         self._history.add(
             sum_over_ranks(self.sampler.seen, names, self._consensus.device, self._consensus.group)
         )
-        spent = self.sampler.spent + self._gradients.spent
+        spent = self.sampler.spent + self._gradients.seconds
         self.sampling_share = self._consensus.largest(spent / max(self.sampler.elapsed, 1e-9))
         self.sampler.clear()
-        self._gradients.spent = 0.0
+        self._gradients.seconds = 0.0
 
     def _solve(self, coding_seconds: float) -> tuple[list[solver.Group], solver.Choice] | str:
         """The choice, or why there is none: then compressions stay as they are.

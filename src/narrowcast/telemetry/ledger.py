@@ -209,8 +209,6 @@ class Ledger:
         current, last: the step that is being counted, and the last whole one.
         steps: whole steps counted.
         moe_layers: whose deduplicated tokens are counted; the same on every rank.
-        on_gradients: is called with a parameter group and this rank's contributions to its
-            gradients, (W, n), before they are reduced.
     """
 
     def __init__(self) -> None:
@@ -218,7 +216,6 @@ class Ledger:
         self.moe_layers: tuple[str, ...] = ()
         self.last: StepVolume | None = None
         self.steps = 0
-        self.on_gradients: Callable[[ParamGroup, Tensor], None] | None = None
         self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
         self._holds = 0
@@ -316,10 +313,6 @@ class Ledger:
             step.changes[kind] = step.changes.get(kind, Changes()) + counted
         self._gathered.add(group)
 
-    def show_gradients(self, group: ParamGroup, rows_WN: Tensor) -> None:
-        if self.on_gradients is not None:
-            self.on_gradients(group, rows_WN)
-
     def record_reduction(
         self, parameters: int, sent_bytes: int, examined: int = 0, zeros: int = 0
     ) -> None:
@@ -391,7 +384,6 @@ class CountedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.ledger.show_gradients(self.group, input_tensor.view(group.size(), -1))
         num_values = (group.size() - 1) * output_tensor.numel()
         sent_bytes = num_values * output_tensor.element_size()
         self.ledger.add("reduce_scatter", sent_bytes)

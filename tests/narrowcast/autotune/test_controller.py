@@ -22,6 +22,7 @@ from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_redu
 from narrowcast.autotune import calibration, controller, sampling, solver
 from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
 from narrowcast.autotune.corrections import Corrections
+from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
 
@@ -288,19 +289,30 @@ def test_steps_that_are_not_watched_are_no_part_of_the_next_look(ranks) -> None:
     assert ranks(2).run(_paused_steps, None) == [[4, 9]] * 2
 
 
-def _reductions_beside_coded_gradients(_: None) -> set[str]:
+def _sampled_reductions(compression: str, narrowed: bool, volume: bool) -> set[str]:
+    """Labels of the groups whose gradients were sampled."""
     with on_a_link(SLOW):
-        model, optimizer, handle = _narrow(Setup(steps=5))
-        gradients = narrow_reduce_scatter(model, optimizer, compression="entropy")
+        model, optimizer, handle = _narrow(Setup(steps=5), compression=compression, volume=volume)
+        if narrowed:
+            gradients = narrow_reduce_scatter(model, optimizer, volume=volume)
         train(Setup(steps=5), model, optimizer)
         labels = {one.label for one in handle.selection.reductions}
         handle.remove()
-        gradients.remove()
+        if narrowed:
+            gradients.remove()
+        left = {type(g._group._reduce_scatter_comm).__name__ for g in param_groups(model)}
+        assert left == {"DefaultReduceScatter"}
     return labels
 
 
-def test_gradients_are_watched_where_they_are_coded_too(ranks) -> None:
-    for labels in ranks(2).run(_reductions_beside_coded_gradients, None):
+@pytest.mark.parametrize(
+    ("compression", "narrowed", "volume"),
+    [("auto", True, True), ("auto", True, False), ("observe", False, False)],
+)
+def test_gradients_are_sampled_with_and_without_volume_plain_and_narrowed(
+    ranks, compression: str, narrowed: bool, volume: bool
+) -> None:
+    for labels in ranks(2).run(_sampled_reductions, compression, narrowed, volume):
         assert labels == {"0", "1", "(root)"}
 
 
