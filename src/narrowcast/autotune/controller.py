@@ -14,18 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.autotune import calibration, cost_model, solver
+from narrowcast.autotune import calibration, choice_report, cost_model, solver
 from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
-from narrowcast.autotune.report import (
-    ReportWriter,
-    choice_table,
-    compression_shares,
-    sample_rates,
-    unsampled_note,
-)
+from narrowcast.autotune.problem import Choice, Group
+from narrowcast.autotune.report import ReportWriter
 from narrowcast.autotune.sampling import ALL, SampleHistory, Sampler, sum_over_ranks
 from narrowcast.autotune.schedule import Schedule
 from narrowcast.autotune.solver import Strategy
@@ -117,9 +112,9 @@ class Controller:
         self._corrections = Corrections()
         self._history = SampleHistory()
         self.step = 0
-        self.problem: list[solver.Group] = []
+        self.problem: list[Group] = []
         self.reductions: list[Reduction] = []
-        self.choice: solver.Choice | None = None
+        self.choice: Choice | None = None
         self.num_changed = 0
         self.sampling_share = 0.0
         self._report = ReportWriter(rules.report, self._consensus.leader)
@@ -156,7 +151,7 @@ class Controller:
         """Scalars for a dashboard; the same on all ranks that hold the same parameters."""
         if self.choice is None:
             return {}
-        shares = compression_shares(self.problem, self.choice)
+        shares = choice_report.compression_shares(self.problem, self.choice)
         scalars = {f"share/{compression}": share for compression, share in shares.items()}
         scalars |= {
             "plain_seconds": self.choice.plain_seconds,
@@ -212,7 +207,7 @@ class Controller:
         else:
             self._take(*solved)
 
-    def _take(self, problem: list[solver.Group], choice: solver.Choice) -> None:
+    def _take(self, problem: list[Group], choice: Choice) -> None:
         """Makes a choice the current one, applies it and reports it."""
         is_first = self.choice is None
         before = self._gathers.compressions({} if is_first else self.choice.compressions)
@@ -239,7 +234,7 @@ class Controller:
         self.sampler.clear()
         self._gradients.seconds = 0.0
 
-    def _solve(self, coding_seconds: float) -> tuple[list[solver.Group], solver.Choice] | str:
+    def _solve(self, coding_seconds: float) -> tuple[list[Group], Choice] | str:
         """The choice, or why there is none: then compressions stay as they are.
 
         Args:
@@ -261,7 +256,7 @@ class Controller:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _make_problem(self, coding_scale: float) -> list[solver.Group]:
+    def _make_problem(self, coding_scale: float) -> list[Group]:
         coder = next(name for name, coder in CODERS.items() if coder == self.sampler.coder)
         gathered = self._gathers.describe(
             {label: self._corrections.corrected(label, one) for label, one in self._links.items()},
@@ -279,11 +274,11 @@ class Controller:
 
     def _report_choice(self, is_first: bool, changed: dict[str, tuple[str, str]]) -> None:
         table = partial(
-            choice_table,
+            choice_report.full_table,
             self.problem,
             self.choice,
             self.reductions,
-            unsampled_note(self._gathers.compressible, self._history.samples),
+            choice_report.unsampled_note(self._gathers.compressible, self._history.samples),
         )
         if is_first:
             verb = "chosen" if self._rules.applies else "would be chosen (nothing is applied)"
@@ -297,10 +292,10 @@ class Controller:
             "sampling_share": self.sampling_share,
             "coding_scale": self._corrections.coding,
             "link_scale": self._corrections.mean_link,
-            "samples": sample_rates(self._history.samples),
+            "samples": choice_report.sample_rates(self._history.samples),
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],
-            **solver.as_json(self.problem, self.choice),
+            **choice_report.as_json(self.problem, self.choice),
         }
         self._report.save_json(f"choice-step-{self.step:08}", content)
         self._report.save_text(f"choice-step-{self.step:08}", table())
