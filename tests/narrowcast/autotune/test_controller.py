@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.autotune import calibration, controller, sampling, solver
+from narrowcast.autotune import calibration, controller, sampling, solver, timed_gather
 from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
 from narrowcast.autotune.corrections import Corrections
 from narrowcast.autotune.problem import Choice, Group
@@ -46,13 +46,13 @@ def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Ca
 
 @contextmanager
 def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
-    """Links are of this speed, and each part of coding a piece takes a tick."""
+    """Links have this speed, and each part of coding a chunk takes a tick."""
     ticks = itertools.count()
     with (
         patch.object(
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
-        patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
+        patch.object(timed_gather, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
         patch.object(all_gather, "Sampler", partial(sampling.Sampler, share=math.inf)),
         patch.object(Corrections, "learn_coding", lambda *_: None),
         patch.object(Corrections, "learn_links", lambda *_: None),
@@ -317,12 +317,12 @@ def test_gradients_are_sampled_with_and_without_volume_plain_and_narrowed(
         assert labels == {"0", "1", "(root)"}
 
 
-def _report(folder: Path, pieces_a_step: float | None = None) -> None:
+def _report(folder: Path, chunks_per_step: float | None = None) -> None:
     with on_a_link(SLOW):
         setup = Setup(steps=6)
         model, optimizer, handle = _narrow(setup, report=folder)
-        if pieces_a_step is not None:
-            handle.selection.sampler.pieces_a_step = pieces_a_step
+        if chunks_per_step is not None:
+            handle.selection.sampler.chunks_per_step = chunks_per_step
         train(setup, model, optimizer)
         handle.remove()
 

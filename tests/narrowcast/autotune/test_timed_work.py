@@ -1,4 +1,4 @@
-"""What calibration and watching time is the work of training: the same operations of torch, of the
+"""What calibration and sampling time is the work of training: the same operations of torch, of the
 coder and of checksums, on as many bytes, in memory that is no other operand's."""
 
 import itertools
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.agreement import sharded_groups
 from narrowcast.allgather.codec import Scheme
-from narrowcast.autotune import calibration, gradients, sampling
+from narrowcast.autotune import calibration, gradients, sample_stats, timed_gather
 from narrowcast.wire import packet
 from narrowcast.wire.coders import CODERS, Zstd, find_coder
 from narrowcast.wire.floats import LAYOUTS
@@ -173,14 +173,14 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
     found = []
     for is_first, of_training in zip((True, False), trained, strict=True):
         timed = Work()
-        passage = sampling._Passage(scheme, BF16, find_coder("zstd"), counts=True)
+        gathered = timed_gather.TimedGather(scheme, BF16, find_coder("zstd"), counts=True)
         with timed.watched():
-            passage.gather(old_bits if is_first else new_bits, new_bits, is_first)
+            gathered.gather(old_bits if is_first else new_bits, new_bits, is_first)
         segments = _segments(timed)
         expected = segments.pop(0) if is_first else Counter()
         hashes = scheme.exponent_coding == "blocks" and bool(segments.pop(0))
         expected += segments[0] + segments[1] + segments[1]
-        if scheme.caches_hashes:  # a sender keeps few bytes of its own, in the place of exponents
+        if scheme.caches_hashes:  # a sender caches few bytes of its own instead of exponents
             assert hashes
             expected += segments[2]
             expected["aten::copy_", NUM_VALUES] -= 1
@@ -189,7 +189,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_watching_times_the_work_of_a_gather(ranks, name: str) -> None:
+def test_sampling_times_the_work_of_a_gather(ranks, name: str) -> None:
     """Of one rank: preparing, encoding, and decoding for every rank."""
     for first, later in ranks(2).run(_gathers, name):
         for trained, timed, idle in (first, later):
@@ -199,15 +199,16 @@ def test_watching_times_the_work_of_a_gather(ranks, name: str) -> None:
 
 
 def test_nothing_that_is_timed_compares_a_tensor_with_itself() -> None:
-    """``torch.equal(x, x)`` returns at once; it took unchanged shards for cheaper than they are."""
+    """``torch.equal(x, x)`` returns at once, so that unchanged shards would seem cheaper than they
+    are."""
     work = Work()
     generator = torch.Generator().manual_seed(0)
     old_N = torch.randn(NUM_VALUES, generator=generator).bfloat16().view(torch.int16)
     with work.watched():
-        sampling.examine(old_N, old_N ^ 1, BF16, SCHEMES["delta"], find_coder("zstd"))
+        timed_gather.sample_chunk(old_N, old_N ^ 1, BF16, SCHEMES["delta"], find_coder("zstd"))
     assert work.idle == []
-    # What was prepared with what is gathered, of each compression; the unchanged with its cache.
-    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sampling.COMPRESSIONS) + 2
+    # Of each compression, what was prepared with what is gathered; the unchanged with its cache.
+    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sample_stats.COMPRESSIONS) + 2
 
 
 def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
@@ -236,7 +237,7 @@ def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["of fp32", "of bf16", "zeros"])
-def test_watching_times_the_work_of_a_reduction(ranks, kind: str) -> None:
+def test_sampling_times_the_work_of_a_reduction(ranks, kind: str) -> None:
     for trained, timed, idle in ranks(2).run(_reduction, kind):
         assert timed == trained
         assert idle == []
