@@ -19,6 +19,7 @@ from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.autotune.report import ReportWriter
 from narrowcast.autotune.sample_stats import ALL, SampleHistory, sum_over_ranks
@@ -163,7 +164,7 @@ class Controller:
         }
         return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
 
-    def _slowest_links(self) -> dict[str, calibration.Links]:
+    def _slowest_links(self) -> dict[str, Links]:
         """By label: where several process groups gather the same parameters, the slowest links."""
         local = {
             label: self.calibration.links[group.process_group.group_name]

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.allgather.codec import Scheme
-from narrowcast.autotune.calibration import Links
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Group, Option, Shard
 from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, Cost, SampleStats
 from narrowcast.config import MAX_CHUNK_VALUES

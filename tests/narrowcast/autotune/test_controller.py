@@ -20,8 +20,11 @@ import torch.distributed as dist
 
 from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.autotune import calibration, controller, sampling, solver, timed_gather
-from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
+from narrowcast.autotune.calibration import Calibration
+from narrowcast.autotune.coder_speed import CoderSpeed
 from narrowcast.autotune.corrections import Corrections
+from narrowcast.autotune.curves import Curve
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
@@ -455,7 +458,7 @@ def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
 
 
 def test_without_an_optimizer_auto_is_refused(ranks) -> None:
-    assert all("compression = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
+    assert all('compression = "auto"' in text for text in ranks(2).run(_refused_without_optimizer))
 
 
 def _refused_without_optimizer() -> str:

@@ -8,8 +8,9 @@ import torch
 
 from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import cost_model
-from narrowcast.autotune.calibration import Curve, Links
 from narrowcast.autotune.cost_model import Gathered, make_problem
+from narrowcast.autotune.curves import Curve
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Group, Option
 from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, Cost, SampleStats
 from narrowcast.autotune.solver import choose

@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_leaves
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.agreement import sharded_groups
 from narrowcast.allgather.codec import Scheme
-from narrowcast.autotune import calibration, gradients, sample_stats, timed_gather
+from narrowcast.autotune import (
+    calibration,
+    gradients,
+    links,
+    sample_stats,
+    stopwatch,
+    timed_gather,
+)
 from narrowcast.wire import packet
 from narrowcast.wire.coders import CODERS, Zstd, find_coder
 from narrowcast.wire.floats import LAYOUTS
@@ -290,11 +297,12 @@ def _calibrated() -> tuple[list[Sent], Counter[tuple[str, int]], list[str]]:
 
     with (
         patch.object(calibration, "perf_counter", tick),
+        patch.object(stopwatch, "perf_counter", tick),
         patch("narrowcast.util.time", SimpleNamespace(perf_counter=tick)),
         noted("all_gather_single"),
         noted("reduce_scatter_single"),
         patch.object(dist, "batch_isend_irecv", noted_swap),
-        patch.object(calibration, "raise_alike", wraps=calibration.raise_alike) as agreed,
+        patch.object(links, "raise_alike", wraps=links.raise_alike) as agreed,
         _work_outside_collectives(work),
     ):
         calibration.calibrate(groups, CODERS)
