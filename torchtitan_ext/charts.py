@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from narrowcast.config import NarrowcastConfig
 from narrowcast.telemetry.changes import SHARD_TYPES
-from narrowcast.telemetry.ledger import COLLECTIVES
+from narrowcast.telemetry.step_volume import COLLECTIVES
 
 COMPRESSIONS = ("delta", "exponent", "entropy", "none")
 

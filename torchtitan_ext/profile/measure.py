@@ -13,7 +13,8 @@ from torchtitan.trainer import Trainer
 
 from narrowcast.autotune import calibration, change_profile, choice_report
 from narrowcast.fsdp2 import ParamGroup, param_groups
-from narrowcast.telemetry.ledger import StepVolume, reduce_over_ranks
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import StepVolume
 from torchtitan_ext.across_ranks import gathered
 from torchtitan_ext.profile.job import STEPS, STEPS_FLAG, observed_job
 from torchtitan_ext.profile.recommendation import recommend

@@ -152,5 +152,5 @@ def _unchanged_gather(
 
     gather()  # the first sends all
     seconds, *_ = stopwatch.times(gather, MAX_REPEATS)
-    header_size = comm.state_of(process_group).header_size
+    header_size = comm.state_of(process_group).codec.header_size
     return max(seconds - all_gather.seconds(header_size), 0.0)
