@@ -1,8 +1,9 @@
-"""The command `narrowcast`, from files to what it prints, writes and returns."""
+"""The command ``narrowcast``: what it prints, writes and returns."""
 
 import errno
 import importlib
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def test_a_plan_is_written_and_judged(trace_file, tmp_path, capsys):
     assert main([str(argument) for argument in arguments]) == 0
     shown = capsys.readouterr().out
     assert "\nFitted on 2458 of the earlier 2458 tokens, 64 restarts a layer; " in shown
-    assert "judged on the later 614, load on all 3072\n" in shown
+    assert "judged by the later 614, load by all 3072\n" in shown
     assert "Before: contiguous; after: rows; on 4 ranks of 1 node\n" in shown
     c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
     assert c_t["layers.1.moe", "before"] == "2.00"
@@ -188,7 +189,7 @@ def test_the_table_of_a_plan_has_the_load_of_all_tokens_and_what_no_bound_would_
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'}"
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
-    assert "Fitted on 1024 of the earlier 2458 tokens, 4 restarts a layer; judged on" in shown
+    assert "Fitted on 1024 of the earlier 2458 tokens, 4 restarts a layer; judged by" in shown
     load = {(row[0], *row[1:-9]): row[-2] for row in rows_of(shown) if len(row) > 10}
     assert load["layers.2.moe", "after"] == "1.22"  # and 2.00 of the later tokens
     c_t = {(row[0], *row[1:-9]): row[-9] for row in rows_of(shown) if len(row) > 10}
@@ -220,11 +221,11 @@ def test_what_counts_cannot_answer_is_told_in_one_line(trace_file, tmp_path, cap
     np.savez(counts, coselection=coselection(make_trace().ids_LTK[0], 8)[None].numpy())
     plan = ("placement", "plan", "--ranks", "4", "--output", tmp_path / "placement.json")
     error = error_of(capsys, *plan, counts, "--method", "rows", "--top-k", "3")
-    assert "of a top-2 router alone, and top_k is 3 here" in error
+    assert "for a top-2 router only, and top_k is 3 here" in error
     assert "record a trace" in error
     assert 'works with method "rows"' in error_of(capsys, *plan, counts, "--max-load", "1.1")
     error = error_of(capsys, *plan, trace_file, "--top-k", "2")
-    assert "--top-k 2 is of co-selection counts" in error
+    assert "--top-k 2 is for co-selection counts" in error
 
 
 def test_of_a_trace_only_the_layers_that_are_asked_for_are_measured(
@@ -319,9 +320,9 @@ def test_a_placement_of_something_else_is_refused(other, message, trace_file, tm
 def test_a_file_of_another_kind_is_told_in_one_line(content, trace_file, tmp_path, capsys):
     path = tmp_path / "file"
     path.write_bytes(content)
-    assert f"{path} is no routing trace: it is " in error_of(capsys, "trace", "show", path)
+    assert f"{path} is not a routing trace: it is " in error_of(capsys, "trace", "show", path)
     error = error_of(capsys, "placement", "show", trace_file, path)
-    assert f"{path} is no narrowcast.placement" in error
+    assert f"{path} is not a narrowcast.placement" in error
 
 
 def test_a_plan_without_output_is_shown_and_nothing_is_written(trace_file, tmp_path, capsys):
@@ -360,7 +361,7 @@ def test_a_plan_is_written_through_a_link_and_never_over_a_device(trace_file, tm
     best().save(tmp_path / "best.json")
     show = ("placement", "show", trace_file, tmp_path / "best.json", "--heatmap")
     assert f"{device} cannot be written: it is a device" in error_of(capsys, *show, device)
-    assert "a picture goes to a file" in error_of(capsys, *show, "-")
+    assert '--heatmap "-": give the name of a file' in error_of(capsys, *show, "-")
     assert Path("/dev/null").is_char_device()
 
 
@@ -416,11 +417,13 @@ def test_a_placement_with_its_layers_in_another_order_is_judged_by_their_names(
 
 def test_a_folder_is_told_from_a_trace_and_from_a_placement(trace_file, tmp_path, capsys):
     error = error_of(capsys, "trace", "show", tmp_path)
-    assert f"{tmp_path} is no routing trace: it is a folder, due is the safetensors file" in error
+    assert (
+        f"{tmp_path} is not a routing trace: it is a folder, expected the safetensors file" in error
+    )
     error = error_of(capsys, "placement", "show", trace_file, tmp_path)
-    assert "it is a folder, due is the JSON that" in error
+    assert "it is a folder, expected the JSON that" in error
     error = error_of(capsys, "placement", "show", trace_file, trace_file)
-    assert "it is a safetensors file, due is the JSON that" in error
+    assert "it is a safetensors file, expected the JSON that" in error
 
 
 def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
@@ -442,6 +445,96 @@ def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
         assert f"{tmp_path / name} is damaged: " in error
         assert name in error.replace("layers is", "layers twice")
     assert not (tmp_path / "p").exists()
+
+
+def objects_of(file: Path) -> list[dict]:
+    return json.loads(file.read_text(), parse_constant=pytest.fail)
+
+
+def test_the_rows_of_a_trace_are_written_as_objects(trace_file, tmp_path, capsys):
+    file = tmp_path / "new" / "rows.json"
+    assert main(["trace", "show", str(trace_file), "--json", str(file)]) == 0
+    assert f"\nWrote {file}\n" in capsys.readouterr().out
+    first, second = objects_of(file)
+    assert first["layer"] == "layers.1.moe"
+    assert first["busiest_expert_load_over_mean"] == 1
+    assert first["top_pairs_fraction"] == 0.25
+    assert first["most_frequent_next_fraction"] == 0.5
+    assert first["second_order_correlation"] is None  # what is printed as -
+    assert first["rows_per_token_by_ep_degree"] == {"2": 2, "4": 2, "8": 2}
+    assert first["tokens_by_expert"] == [768] * 8
+    assert second["layer"] == "layers.2.moe"
+    assert second["most_frequent_next_fraction"] is None
+
+
+@pytest.mark.parametrize("command", ["plan", "show"])
+def test_the_rows_of_a_placement_are_written_as_objects(command, trace_file, tmp_path, capsys):
+    file, placement_file = tmp_path / "rows.json", tmp_path / "placement.json"
+    best().save(placement_file)
+    arguments = {
+        "plan": [trace_file, "--ranks", "4", "--output", "-"],
+        "show": [trace_file, placement_file],
+    }[command]
+    assert main([str(a) for a in ("placement", command, *arguments, "--json", file)]) == 0
+    rows = {(row["layer"], row["placement"]): row for row in objects_of(file)}
+    assert [*rows] == [(layer, name) for layer in LAYERS for name in ("before", "after")]
+    assert rows["layers.1.moe", "before"]["rows_per_token"] == 2
+    after = rows["layers.1.moe", "after"]
+    assert after["rows_per_token"] == 1
+    assert after["rows_removed_fraction"] == 0.5
+    assert after["intra_rank_pairs_fraction"] == 1
+    assert after["busiest_rank_load_over_mean"] == 1
+    assert {*after} - {"layer", "placement"} == {
+        *("rows_per_token", "rows_removed_fraction", "intra_rank_pairs_fraction"),
+        *("local_assignments_fraction", "nodes_per_token", "rows_to_other_ranks_per_token"),
+        *("rows_to_other_nodes_per_token", "busiest_rank_load_over_mean"),
+        "busiest_rank_rows_over_mean",
+    }
+    captured = capsys.readouterr()
+    if command == "plan":  # the plan itself is all of standard output
+        placement_file.write_text(captured.out)
+        assert load_placement(placement_file).layers == LAYERS
+    assert f"Wrote {file}" in (captured.err if command == "plan" else captured.out)
+
+
+def test_rows_that_cannot_be_written_are_refused_before_any_work(
+    trace_file, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(cli, "make_plan", pytest.fail)
+    monkeypatch.setattr(cli, "measure_router", pytest.fail)
+    monkeypatch.setattr(cli, "measure", pytest.fail)
+    best().save(tmp_path / "best.json")
+    device = tmp_path / "device"
+    device.symlink_to("/dev/null")
+    for command in (
+        ("trace", "show", trace_file),
+        ("placement", "plan", trace_file, "--ranks", "4"),
+        ("placement", "show", trace_file, tmp_path / "best.json"),
+    ):
+        for nothing in ("-", ""):
+            error = error_of(capsys, *command, "--json", nothing)
+            assert f'--json "{nothing}": give the name of a file' in error
+        error = error_of(capsys, *command, "--json", device)
+        assert f"{device} cannot be written: it is a device" in error
+    plan = ("placement", "plan", trace_file, "--ranks", "4", "--output", tmp_path / "a.json")
+    error = error_of(capsys, *plan, "--json", tmp_path / "new" / ".." / "a.json")
+    assert "is also the file of --json: give another name" in error
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_full_disk_leaves_the_older_rows(trace_file, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "rows.json"
+    file.write_text("[]")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert main(["trace", "show", str(trace_file), "--json", str(file)]) == 2
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert last_line == f"narrowcast: {file} cannot be written: No space left on device"
+    assert file.read_text() == "[]"
+    assert {path.name for path in tmp_path.iterdir()} == {trace_file.name, file.name}
 
 
 def test_a_truncated_trace_is_told_in_one_line(trace_file, capsys):
@@ -474,15 +567,24 @@ def test_what_cannot_be_planned_is_told_and_nothing_is_written(
     assert not output.exists()
 
 
-def test_a_job_is_profiled_with_the_flags_of_torchtitan(monkeypatch):
+def test_a_job_is_profiled_with_the_flags_of_torchtitan(tmp_path, monkeypatch):
     from torchtitan_ext.profile import command as profile_command
 
     calls = []
     monkeypatch.setattr(profile_command, "launch", lambda *arguments: calls.append(arguments) or 3)
-    command = "profile --training.seq_len 8 --ranks 4 --job.config_file x.toml --profile.steps 9 -x"
-    assert main(command.split()) == 3
-    ours = ["--job.config_file", "x.toml", "--profile.steps", "9"]
-    assert calls == [(4, [*ours, "--training.seq_len", "8", "-x"])]
+    file = tmp_path / "x.toml"
+    file.touch()
+    command = f"profile --training.seq_len 8 --ranks 4 --job.config_file {file} --profile.steps 9"
+    assert main([*command.split(), "-x"]) == 3
+    own = ["--job.config_file", str(file), "--profile.steps", "9"]
+    assert calls == [(4, [*own, "--training.seq_len", "8", "-x"])]
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "1")], ids=["no ranks", "one rank"])
+def test_a_profile_of_a_missing_file_names_it_before_it_asks_for_ranks(ranks, tmp_path, capsys):
+    file = tmp_path / "missing.toml"
+    error = error_of(capsys, "profile", "--job.config_file", file, *ranks)
+    assert error == f"narrowcast: --job.config_file {file}: there is no such file"
 
 
 def test_a_profile_without_torchtitan_names_it(capsys, monkeypatch):

@@ -74,7 +74,7 @@ def test_beyond_top_2_counts_tell_pairs_and_load_alone(tmp_path: Path) -> None:
     assert np.isnan([ours.rows_per_token, ours.rows_removed, ours.rows_to_ranks]).all()
     for top_k, told in ((None, "top_k is not known here"), (4, "top_k is 4 here")):
         counts = load_coselection(tmp_path / "c.npz", top_k)
-        with pytest.raises(ValueError, match=f"{told}: give --top-k 2 if it is one, take --method"):
+        with pytest.raises(ValueError, match=f"{told}: give --top-k 2 if it is one, use --method"):
             make_plan(counts, 4, method="rows")
 
 
@@ -86,15 +86,15 @@ def symmetric(*, dtype: type = np.int64) -> np.ndarray:
     ("arrays", "message"),
     [
         ({"counts": symmetric()}, "has no array `coselection`: it has counts"),
-        ({"coselection": symmetric()[0]}, r"is of shape \(4, 4\), not \(layers, experts"),
-        ({"coselection": symmetric()[:, :3]}, r"is of shape \(2, 3, 4\)"),
-        ({"coselection": symmetric(dtype=np.float32)}, "is of dtype float32"),
+        ({"coselection": symmetric()[0]}, r"has shape \(4, 4\), not \(layers, experts"),
+        ({"coselection": symmetric()[:, :3]}, r"has shape \(2, 3, 4\)"),
+        ({"coselection": symmetric(dtype=np.float32)}, "has dtype float32"),
         ({"coselection": -symmetric()}, "has the negative count -1"),
         ({"coselection": np.triu(symmetric())}, "is not symmetric"),
         ({"coselection": symmetric() + np.eye(4, dtype=np.int64)}, "diagonal that is not 0"),
         ({"coselection": 0 * symmetric()}, "has a layer without counts"),
         ({"coselection": symmetric(), "layers": ["a", "a"]}, "not 2 different names"),
-        ({"coselection": np.array([{}], dtype=object)}, "no .npz file of co-selection counts"),
+        ({"coselection": np.array([{}], dtype=object)}, "not an .npz file of co-selection counts"),
     ],
 )
 def test_what_are_no_counts_is_said_by_name(tmp_path: Path, arrays: dict, message: str) -> None:

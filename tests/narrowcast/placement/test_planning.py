@@ -94,13 +94,13 @@ def test_groups_of_a_node_limited_router_stay_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "arguments", "message"),
     [
-        (1023, {"num_ranks": 4}, "the trace holds 1023 tokens: a placement takes at least 1024"),
+        (1023, {"num_ranks": 4}, "the trace holds 1023 tokens: a placement needs at least 1024"),
         (1024, {"num_ranks": 3}, "16 experts do not divide over 3 ranks"),
         (1024, {"num_ranks": 0}, "16 experts do not divide over 0 ranks"),
         (1024, {"num_ranks": 4, "num_nodes": 3}, "4 ranks do not divide over 3 nodes"),
         (1024, {"num_ranks": 4, "max_load": 0.9}, "max_load = 0.9"),
         (1024, {"num_ranks": 4, "max_load": 1.1, "method": "occult"}, "max_load = 1.1 works with"),
-        (1024, {"num_ranks": 4, "cross_node_weight": 3.0}, "takes more than one node"),
+        (1024, {"num_ranks": 4, "cross_node_weight": 3.0}, "needs more than one node"),
         (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": -3.0}, "at least 0"),
         (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": math.nan}, "at least 0"),
         (1024, {"num_ranks": 4, "restarts": -3}, "restarts = -3"),
