@@ -31,7 +31,7 @@ _MOST = 1 << 15  # experts
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of L layers on `num_ranks` ranks of `num_nodes` nodes.
+    """The experts of L layers on ``num_ranks`` ranks of ``num_nodes`` nodes.
 
     Attributes:
         model: name and flavor, such as "qwen3 demo".

@@ -124,19 +124,19 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+def test_a_file_of_another_kind_is_distinguished_from_a_damaged_one(tmp_path, kind) -> None:
     (tmp_path / "a.json").write_bytes(OTHER_FILES[kind])
     with pytest.raises(
         ValueError, match=r"a\.json is not a narrowcast\.placement of .*: "
     ) as caught:
         load_placement(tmp_path / "a.json")
-    if kind != "text":  # which says where it is no JSON
+    if kind != "text":  # whose message names where it is not JSON
         assert f": it is {kind}, expected the JSON that `narrowcast placement plan` writes" in str(
             caught.value
         )
 
 
-def test_a_folder_is_told(tmp_path) -> None:
+def test_a_folder_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="it is a folder, expected the JSON that"):
         load_placement(tmp_path)
 
@@ -155,7 +155,7 @@ def test_a_folder_is_told(tmp_path) -> None:
         ('{"a": 1' + "0" * 5000 + "}", "Exceeds the limit"),
     ],
 )
-def test_json_of_another_shape_is_told_with_what_is_due(tmp_path, content, message) -> None:
+def test_json_of_another_shape_is_refused_with_what_is_expected(tmp_path, content, message) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(
         ValueError, match=r"a\.json is not a narrowcast\.placement of .*: "
@@ -276,7 +276,7 @@ def test_what_others_write_beside_it_does_no_harm(tmp_path) -> None:
 
 
 def test_layers_go_by_their_names_and_not_by_their_order() -> None:
-    turned = PLACEMENT.in_order(LAYERS[::-1])
-    turned.check(**HERE)
-    assert turned.experts_LE.tolist() == EXPERTS_LE.flip(0).tolist()
-    assert_same(turned.in_order(LAYERS), PLACEMENT)
+    reversed_order = PLACEMENT.in_order(LAYERS[::-1])
+    reversed_order.check(**HERE)
+    assert reversed_order.experts_LE.tolist() == EXPERTS_LE.flip(0).tolist()
+    assert_same(reversed_order.in_order(LAYERS), PLACEMENT)

@@ -115,8 +115,8 @@ def rewritten(
     """A good trace, saved again with some tensors and parts of the header replaced."""
     make(num_experts).save(path)
     with safe_open(path, framework="pt") as file:
-        kept = file.metadata()
-    save_file({**load_file(path), **(tensors or {})}, path, {**kept, **(header or {})})
+        header_before = file.metadata()
+    save_file({**load_file(path), **(tensors or {})}, path, {**header_before, **(header or {})})
     return path
 
 
@@ -161,7 +161,7 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+def test_a_file_of_another_kind_is_distinguished_from_a_damaged_one(tmp_path, kind) -> None:
     OTHER_FILES[kind](tmp_path / "trace")
     with pytest.raises(ValueError, match="trace is not a routing trace: ") as caught:
         load_trace(tmp_path / "trace")
