@@ -178,11 +178,11 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
-    for name in ("torchtitan", "torchtitan_ext"):
-        if importlib.util.find_spec(name) is None:
-            raise ImportError(
-                f"profile trains a job by {name}, which is not installed: pip install narrowcast"
-            )
+    if importlib.util.find_spec("torchtitan") is None:
+        raise ImportError(
+            "profile trains a job by torchtitan, which is not installed: "
+            "pip install 'narrowcast[torchtitan]'"
+        )
     if not Path(arguments.file).exists():  # before the ranks are checked
         raise FileNotFoundError(f"--job.config_file {arguments.file}: there is no such file")
     # By its name: the library does not depend on the plugin.

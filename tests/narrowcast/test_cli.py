@@ -251,7 +251,7 @@ def test_without_matplotlib_a_heat_map_is_refused_with_how_to_install_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     show = ("placement", "show", trace_file, placement_file)
     error = error_of(capsys, *show, "--heatmap", tmp_path / "heat.png")
-    assert "pip install narrowcast[plots]" in error
+    assert "pip install 'narrowcast[plots]'" in error
     assert main([*map(str, show)]) == 0
 
 

@@ -16,8 +16,14 @@ are bitwise identical.
 In the shapes of the kernels M are the rows of a tile, C its columns, and K the terms of a sum.
 """
 
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError(
+        "the kernels of narrowcast.moe need triton: pip install 'narrowcast[torchtitan]'",
+        name=error.name,
+    ) from error
 
 
 @triton.jit

@@ -26,7 +26,7 @@ def coselection_heatmap(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "a heat map needs matplotlib: pip install narrowcast[plots]", name=error.name
+            "a heat map needs matplotlib: pip install 'narrowcast[plots]'", name=error.name
         ) from error
     placement.check(
         model=trace.model,

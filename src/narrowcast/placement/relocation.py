@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowcast.fsdp2 import rows_by_rank
+from narrowcast.placement.rows import rows_by_rank
 
 
 @dataclass(frozen=True)
