@@ -150,7 +150,7 @@ def _collectives_and_waits() -> tuple[int, int]:
 
 
 def test_good_rows_cost_no_collective_and_no_wait(ranks) -> None:
-    """At each of two levels counts are exchanged, tokens are sent, and the host reads the counts."""
+    """At each level counts are exchanged, tokens are sent, and the host reads the counts."""
     assert ranks(4).run(_collectives_and_waits) == [(4, 2)] * 4
 
 
