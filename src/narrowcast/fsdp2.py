@@ -208,6 +208,11 @@ class ParamGroup:
         """Bytes of the padded shards of all parameters, as they are gathered."""
         return sum(param.numel * param.dtype.itemsize for param in self.params)
 
+    def num_values(self, shard: Tensor) -> int:
+        """Number of elements of the parameters in a flat shard, whole or resharded, as typed values
+        or as bytes, as which FSDP2 gathers shards of several dtypes."""
+        return sum(self.numels) * shard.nbytes // max(self.shard_bytes, 1)
+
     @torch.no_grad()
     def piece(self, index: int, start: int, stop: int) -> Tensor:
         """A copy of the values ``start`` to ``stop`` of the padded shard of parameter ``index``, on

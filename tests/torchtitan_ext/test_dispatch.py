@@ -127,7 +127,7 @@ def _wrong_expert(expert_id: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, where"), (4, "slot 4, where")]
+    ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, but"), (4, "slot 4, but")]
 )
 def test_an_expert_that_cannot_be_is_told_on_every_rank(ranks, expert_id: int, named: str) -> None:
     """Under a placement, whose table of slots is no place to look such experts up."""

@@ -1,8 +1,8 @@
 """Checks the Triton experts on a CUDA GPU: their errors, their repeatability, time and memory.
 
-``scripts/gpu_check`` runs ``kernels.swiglu_experts`` forward and backward in bf16, for one rank of
-OLMoE and one of DeepSeek-MoE, against plain torch: ``swiglu.swiglu_experts`` on grouped_mm, and a
-loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
+``scripts/gpu_check`` runs ``swiglu_triton.swiglu_experts`` forward and backward in bf16, for one
+rank of OLMoE and one of DeepSeek-MoE, against plain torch: ``swiglu.swiglu_experts`` on grouped_mm,
+and a loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
 
     error      ||result - fp64|| / ||fp64||: the kernels' must be at most 1.25 of grouped_mm's
     repeats    a second run is bitwise identical
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.moe import kernels, swiglu
+from narrowcast.moe import swiglu, swiglu_triton
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.swiglu import ExpertRows
 from narrowcast.util import aligned
@@ -179,7 +179,7 @@ def peak_mib(experts: Experts, problem: Problem) -> float:
 
 def measure(problem: Problem, rounds: int = 30, warm_up: int = 3) -> dict[str, float]:
     """Time and memory of the kernels and of grouped_mm."""
-    both = kernels.swiglu_experts, swiglu.swiglu_experts
+    both = swiglu_triton.swiglu_experts, swiglu.swiglu_experts
     times = [[time_ms(experts, problem) for experts in both] for _ in range(warm_up + rounds)]
     of_kernels, of_grouped_mm = zip(*times[warm_up:], strict=True)
     ratios = [a / b for a, b in zip(of_kernels, of_grouped_mm, strict=True)]
@@ -192,7 +192,7 @@ def measure(problem: Problem, rounds: int = 30, warm_up: int = 3) -> dict[str, f
         "ratio": median,
         "ratio_lower_quartile": low,
         "ratio_upper_quartile": high,
-        "kernels_peak_mib": peak_mib(kernels.swiglu_experts, problem),
+        "kernels_peak_mib": peak_mib(swiglu_triton.swiglu_experts, problem),
         "grouped_mm_peak_mib": peak_mib(swiglu.swiglu_experts, problem),
         "copies_mib": copied_bytes / 2**20,
     }
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     speed: list[dict[str, Any]] = []
     for name, shape in SHAPES.items():
         problem = make_problem(shape, torch.bfloat16, device)
-        for outcome in compare(kernels.swiglu_experts, problem):
+        for outcome in compare(swiglu_triton.swiglu_experts, problem):
             accuracy.append({"layer": name, **asdict(outcome), "right": outcome.right})
         speed.append({"layer": name, **measure(problem)})
     print(f"{accuracy_table(accuracy)}\n\n{speed_table(speed)}")

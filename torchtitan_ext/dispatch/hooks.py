@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from narrowcast.moe.dispatch import Crossing, two_levels
+from narrowcast.moe.hop import Hop, two_levels
 from narrowcast.telemetry.ledger import Ledger
 from torchtitan_ext.dispatch.overrides import (
     OVERRIDES,
@@ -117,14 +117,14 @@ def count_dispatch(trainer: Any, ledger: Ledger) -> None:
         hooks.on_dispatch = functools.partial(_count_tokens, ledger, name)
 
 
-def _count_tokens(ledger: Ledger, layer: str, crossings: tuple[Crossing, ...]) -> None:
-    first, last = crossings[0], crossings[-1]
+def _count_tokens(ledger: Ledger, layer: str, hops: tuple[Hop, ...]) -> None:
+    first, last = hops[0], hops[-1]
     tokens = ledger.current.tokens[layer]
     tokens.tokens += first.tokens
     tokens.assignments += first.assignments
     tokens.local += first.local_assignments
     tokens.rank_rows += last.rows
-    tokens.node_rows += first.rows if len(crossings) > 1 else 0
+    tokens.node_rows += first.rows if len(hops) > 1 else 0
 
 
 def _moe_layers(trainer: Any) -> dict[str, Any]:

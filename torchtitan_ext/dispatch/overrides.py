@@ -17,16 +17,8 @@ from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from narrowcast.moe import swiglu
-from narrowcast.moe.dispatch import (
-    Counter,
-    Crossing,
-    Dispatched,
-    Level,
-    combine,
-    count_nothing,
-    dispatch,
-    one_level,
-)
+from narrowcast.moe.dispatch import Dispatched, combine, dispatch
+from narrowcast.moe.hop import Counter, Hop, Level, count_nothing, one_level
 from narrowcast.moe.swiglu import ExpertRows
 
 
@@ -43,7 +35,7 @@ class Hooks:
 
     slots_E: Tensor | None = None
     count: Counter = count_nothing
-    on_dispatch: Callable[[tuple[Crossing, ...]], None] | None = None
+    on_dispatch: Callable[[tuple[Hop, ...]], None] | None = None
     meanwhile: Callable[[], None] | None = None
 
 
@@ -89,7 +81,7 @@ class DeduplicatingTokenDispatcher(AllToAllTokenDispatcher):
             self.hooks.meanwhile,
         )
         if self.hooks.on_dispatch is not None:
-            self.hooks.on_dispatch(dispatched.crossings)
+            self.hooks.on_dispatch(dispatched.hops)
         return dispatched.x_SD, dispatched.rows, dispatched
 
     def combine(self, routed_output_RD: Tensor, metadata: Dispatched, x_TD: Tensor) -> Tensor:
@@ -115,9 +107,9 @@ class DeduplicatedExperts(GroupedExperts):
         super().__init__(config)
         self.swiglu_experts = swiglu.swiglu_experts
         if config.kernels == "triton":
-            from narrowcast.moe import kernels
+            from narrowcast.moe import swiglu_triton
 
-            self.swiglu_experts = kernels.swiglu_experts
+            self.swiglu_experts = swiglu_triton.swiglu_experts
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: ExpertRows) -> Tensor:
         """Compute in bf16, as torchtitan does.

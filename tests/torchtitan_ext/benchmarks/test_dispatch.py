@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast.moe.dispatch import combine, dispatch, one_level
+from narrowcast.moe.dispatch import combine, dispatch
+from narrowcast.moe.hop import one_level
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, write_toml
 from torchtitan_ext import compat
 from torchtitan_ext.benchmarks import dispatch as dispatch_benchmark

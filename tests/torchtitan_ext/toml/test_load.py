@@ -11,7 +11,8 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 import torchtitan_ext.train
-from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
+from torchtitan_ext.metrics import MetricsPlugin
+from torchtitan_ext.plugin import TrainerPlugin
 from torchtitan_ext.toml import load as toml_load
 from torchtitan_ext.toml.load import TomlError, load_config, to_toml
 
