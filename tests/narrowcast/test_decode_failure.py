@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import NarrowcastError, errors
-from narrowcast.allgather import comm
+from narrowcast.allgather import codec
 from narrowcast.allgather.offload import ShardCache
 from narrowcast.fsdp2 import ParamGroup
-from narrowcast.reducescatter import comm as reducescatter
+from narrowcast.reducescatter import codec as gradient_codec
 from narrowcast.wire.coders import CoderError
 from tests.narrowcast.test_failure import SOON_S, start_anew
 from tests.narrowcast.training import Setup, build, narrowed, train
@@ -31,10 +31,10 @@ SETUP = Setup(**NARROWED, steps=2)
 ASYNC = Setup(**NARROWED, steps=2, async_unshard=True, prefetch=True)
 # Each with what fails, and whether all ranks agree on the outcome anyhow, so that nobody is ended.
 PLACES: dict[str, tuple[Setup, Any, str, bool]] = {
-    "a gather": (SETUP, comm.codec, "decode", False),
-    "the wait for a gather": (ASYNC, comm.codec, "decode", False),
+    "a gather": (SETUP, codec, "decode", False),
+    "the wait for a gather": (ASYNC, codec, "decode", False),
     "a cache": (SETUP, ShardCache, "store", False),
-    "a reduction": (SETUP, reducescatter.codec, "decode_into", True),
+    "a reduction": (SETUP, gradient_codec, "decode_into", True),
     "refresh()": (SETUP, ParamGroup, "shard", False),
 }
 ERRORS = {
@@ -123,22 +123,17 @@ def test_all_ranks_raise_the_error_of_the_one_that_fails_alone(
     ended: list[dict[tuple[str, str], Ended]], place: str, error: str
 ) -> None:
     one, other = (by_rank[place, error] for by_rank in ended)
-    assert one.seconds < SOON_S
-    assert other.seconds < SOON_S
+    assert max(one.seconds, other.seconds) < 2 * SOON_S  # of 3, after which groups time out
     assert (one.kind, one.message) == (other.kind, other.message)
     if place == "refresh()" and error == "OutOfMemoryError":
         # There is time until the gather, which encodes again.
         assert one.message == "no error"
-        assert (one.is_over, one.groups_work, other.is_over, other.groups_work) == (
-            *(False, True),
-            *(False, True),
-        )
+        assert [(rank.is_over, rank.groups_work) for rank in (one, other)] == [(False, True)] * 2
         return
     _, kind = ERRORS[error]
-    assert one.kind == ("NarrowcastError" if place in ("a cache", "refresh()") else kind)
+    assert one.kind == ("NarrowcastError" if place == "refresh()" else kind)
     assert "none left" in one.message
     assert "rank 1" in one.message
-    _, _, _, agrees_anyhow = PLACES[place]
+    *_, agrees_anyhow = PLACES[place]
     for rank in (one, other):
-        assert rank.is_over == (not agrees_anyhow)
-        assert rank.groups_work == agrees_anyhow
+        assert (rank.is_over, rank.groups_work) == (not agrees_anyhow, agrees_anyhow)
