@@ -28,10 +28,10 @@ from narrowcast.fsdp2 import (
     ParamGroup,
     ReduceScatter,
     WorkThatFinishes,
-    reduction,
 )
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.codec import Compression
+from narrowcast.reducescatter.reduce_op import reduction
 from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes
 from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
