@@ -124,9 +124,12 @@ class NarrowedModel:
         Runs by itself after each step of the optimizer. Call it after parameters changed otherwise
         (a checkpoint was loaded), if you like: a change that nobody announced is noticed when the
         shard is gathered, and costs what was announced and, in a second round, all payloads again.
+
+        Raises:
+            NarrowcastError: on every rank alike, if it fails on one.
         """
         comms = [comm for comm in self._comms if comm.schemes is not None]
-        with own_mode():
+        with self._job.together("refresh()"), own_mode():
             for comm, following in zip_longest(comms, comms[1:]):
                 comm.prepare(following)
 
@@ -144,8 +147,8 @@ class NarrowedModel:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
         if self._steps is not None:
             self._steps.remove()
-        if self.selection is not None and self.ledger is not None:
-            self.ledger.on_gradients = None
+        if self.selection is not None:
+            self.selection.remove()
         for comm in self._comms:
             comm.group.all_gather = comm.plain
         for group in self._guarded:
@@ -250,7 +253,6 @@ def _controller_of(
         block_size=config.block_size,
         block_check=config.block_check,
         coder=find_coder(config.entropy_coder),
-        counts=counted is not None,
         job=job.group,
     )
     rules = Rules(

@@ -81,8 +81,6 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
                 self.before()
             factor, divisor = reduction(op, group)
             rows_WN = input_tensor.view(group.size(), -1)
-            if self.ledger is not None:
-                self.ledger.show_gradients(self.group, rows_WN)
             with counted_by_caller():
                 self._exchange(rows_WN, group)
             sum_in_order(output_tensor, rows_WN, factor, divisor)

@@ -59,7 +59,6 @@ class CountedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self.ledger.show_gradients(self.group, input_tensor.view(group.size(), -1))
         num_values = (group.size() - 1) * output_tensor.numel()
         sent_bytes = num_values * output_tensor.element_size()
         self.ledger.add("reduce_scatter", sent_bytes)

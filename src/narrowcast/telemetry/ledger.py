@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from narrowcast.attribution import counted_as, counted_by_caller, current_owner
@@ -43,8 +42,6 @@ class Ledger:
         sample_interval: what needs a pass over the data is counted in the steps whose number is a
             multiple of it, and in step 1; 0: in none.
         moe_layers: whose deduplicated tokens are counted; the same on every rank.
-        on_gradients: is called with a parameter group and this rank's contributions to its
-            gradients, (W, n), before they are reduced.
     """
 
     def __init__(self) -> None:
@@ -54,7 +51,6 @@ class Ledger:
         self.step = 1
         self.sample_interval = SAMPLE_INTERVAL
         self.moe_layers: tuple[str, ...] = ()
-        self.on_gradients: Callable[[ParamGroup, Tensor], None] | None = None
         self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
         self._holders = 0
@@ -165,10 +161,6 @@ class Ledger:
         for kind, counted in changes.items():
             step.changes[kind] = step.changes.get(kind, Changes()) + counted
         self._gathered.add(group)
-
-    def show_gradients(self, group: ParamGroup, rows_WN: Tensor) -> None:
-        if self.on_gradients is not None:
-            self.on_gradients(group, rows_WN)
 
     def record_reduction(
         self, parameters: int, sent_bytes: int, examined: int = 0, zeros: int = 0
