@@ -12,6 +12,7 @@ from narrowcast.autotune import gradients, solver
 from narrowcast.autotune.gradients import Reduction
 from narrowcast.autotune.sampling import ALL, COMPRESSIONS, SampleStats
 from narrowcast.autotune.solver import Choice, Group
+from narrowcast.autotune.step_watch import Comparison
 from narrowcast.util import write_text
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,25 @@ class ReportWriter:
 
     def save_text(self, name: str, text: str) -> None:
         self._write(name, ".txt", text + "\n")
+
+    def trial(self, step: int, comparison: Comparison) -> None:
+        """Reports how the trial of a choice has ended after ``step``."""
+        verdict = "the last choice is kept"
+        if comparison.is_slower:
+            verdict = (
+                "the last choice is undone, and not tried again until predicted costs or the "
+                "choice change by more than a quarter"
+            )
+        self.log(f"after step {step}: {verdict}: {comparison}")
+        content = {
+            "step": step,
+            "undone": comparison.is_slower,
+            "seconds_before": comparison.before,
+            "seconds_after": comparison.after,
+            "steps_on_each_side": comparison.steps,
+            "p_value": comparison.p_value,
+        }
+        self.save_json(f"trial-step-{step:08}", content)
 
     def _write(self, name: str, extension: str, text: str) -> None:
         """A report is not worth a training run: a file that cannot be written only gives a warning,

@@ -19,7 +19,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -147,6 +147,17 @@ class Choice:
     reasons: dict[tuple[str, str], str]
     unlimited_seconds: float
     unlimited_cache_bytes: int
+
+
+def all_plain(choice: Choice, reason: str) -> Choice:
+    """Plain FSDP2 for every group, in the place of a choice, for this reason."""
+    return replace(
+        choice,
+        compressions={},
+        seconds=choice.plain_seconds,
+        cache_bytes=0,
+        reasons=dict.fromkeys(choice.reasons, reason),
+    )
 
 
 def choose(
