@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowcast.autotune.solver import Choice, Group
+from narrowcast.autotune.problem import Choice, Group
 from narrowcast.util import write_text
 from torchtitan_ext.benchmarks.link import measure
 

@@ -132,7 +132,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
     checkpoint, and logs to ``dump_folder/profile``."""
     import torch.distributed as dist
 
-    from narrowcast.autotune import calibration, change_profile, solver
+    from narrowcast.autotune import calibration, change_profile, choice_report
     from narrowcast.fsdp2 import param_groups
     from narrowcast.telemetry.ledger import reduce_over_ranks
 
@@ -195,7 +195,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
             **change_profile.merged(recorded),
             "check_cost": _check_cost(checks, step_median),
             "calibration": calibration.as_json(controller.calibration),
-            "selection": solver.as_json(controller.problem, controller.choice),
+            "selection": choice_report.as_json(controller.problem, controller.choice),
             "reductions": [
                 {**dataclasses.asdict(one), "pays": one.is_worthwhile}
                 for one in controller.reductions

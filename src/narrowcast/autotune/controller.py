@@ -14,18 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.autotune import calibration, cost_model, solver
+from narrowcast.autotune import calibration, choice_report, cost_model, solver
 from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
-from narrowcast.autotune.report import (
-    ReportWriter,
-    choice_table,
-    compression_shares,
-    sample_rates,
-    unsampled_note,
-)
+from narrowcast.autotune.problem import Choice, Group
+from narrowcast.autotune.report import ReportWriter
 from narrowcast.autotune.sampling import ALL, SampleHistory, Sampler, sum_over_ranks
 from narrowcast.autotune.schedule import Schedule
 from narrowcast.autotune.solver import Strategy
@@ -116,14 +111,14 @@ class Controller:
             job.group, comms[0].group.device, self._gathers.params, replace(rules, report=None)
         )
         self._trials = Trials(job, comms[0].group.device)
-        self._previous: tuple[list[solver.Group], solver.Choice] | None = None
+        self._previous: tuple[list[Group], Choice] | None = None
         self._links = self._slowest_links()
         self._corrections = Corrections()
         self._history = SampleHistory()
         self.step = 0
-        self.problem: list[solver.Group] = []
+        self.problem: list[Group] = []
         self.reductions: list[Reduction] = []
-        self.choice: solver.Choice | None = None
+        self.choice: Choice | None = None
         self.num_changed = 0
         self.sampling_share = 0.0
         self._report = ReportWriter(rules.report, self._consensus.leader)
@@ -174,7 +169,7 @@ class Controller:
         """Scalars for a dashboard; the same on all ranks that hold the same parameters."""
         if self.choice is None:
             return {}
-        shares = compression_shares(self.problem, self.choice)
+        shares = choice_report.compression_shares(self.problem, self.choice)
         scalars = {f"share/{compression}": share for compression, share in shares.items()}
         scalars |= {
             "plain_seconds": self.choice.plain_seconds,
@@ -235,7 +230,7 @@ class Controller:
         if self._rules.applies and self._consensus.largest(num_changed):
             self._trials.start(proposal)
 
-    def _take(self, problem: list[solver.Group], choice: solver.Choice, proposal: Proposal) -> int:
+    def _take(self, problem: list[Group], choice: Choice, proposal: Proposal) -> int:
         """Makes a choice the current one, applies it and reports it, unless it was undone before.
 
         Returns:
@@ -269,7 +264,7 @@ class Controller:
         """By parameter, as the current choice has it."""
         return self._gathers.compressions({} if self.choice is None else self.choice.compressions)
 
-    def _proposal(self, problem: list[solver.Group], choice: solver.Choice) -> Proposal:
+    def _proposal(self, problem: list[Group], choice: Choice) -> Proposal:
         return Proposal(
             compressions=self._gathers.compressions(choice.compressions),
             sizes={shard.name: shard.values for group in problem for shard in group.shards},
@@ -284,7 +279,7 @@ class Controller:
             if self._previous is not None:
                 self.problem, self.choice = self._previous
             else:
-                self.choice = solver.all_plain(self.choice, "undone: it made steps slower")
+                self.choice = self.choice.all_plain("undone: it made steps slower")
             self._gathers.apply(self.choice.compressions, self.sampler.scheme)
         if self._consensus.is_leader:
             self._report.trial(self.step, comparison)
@@ -300,7 +295,7 @@ class Controller:
         self.sampler.clear()
         self._gradients.seconds = 0.0
 
-    def _solve(self, coding_seconds: float) -> tuple[list[solver.Group], solver.Choice] | str:
+    def _solve(self, coding_seconds: float) -> tuple[list[Group], Choice] | str:
         """The choice, or why there is none: then compressions stay as they are.
 
         Args:
@@ -322,7 +317,7 @@ class Controller:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _make_problem(self, coding_scale: float) -> list[solver.Group]:
+    def _make_problem(self, coding_scale: float) -> list[Group]:
         coder = next(name for name, coder in CODERS.items() if coder == self.sampler.coder)
         gathered = self._gathers.describe(
             {label: self._corrections.corrected(label, one) for label, one in self._links.items()},
@@ -340,11 +335,11 @@ class Controller:
 
     def _report_choice(self, is_first: bool, changed: dict[str, tuple[str, str]]) -> None:
         table = partial(
-            choice_table,
+            choice_report.full_table,
             self.problem,
             self.choice,
             self.reductions,
-            unsampled_note(self._gathers.compressible, self._history.samples),
+            choice_report.unsampled_note(self._gathers.compressible, self._history.samples),
         )
         if is_first:
             verb = "chosen" if self._rules.applies else "would be chosen (nothing is applied)"
@@ -358,10 +353,10 @@ class Controller:
             "sampling_share": self.sampling_share,
             "coding_scale": self._corrections.coding,
             "link_scale": self._corrections.mean_link,
-            "samples": sample_rates(self._history.samples),
+            "samples": choice_report.sample_rates(self._history.samples),
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],
-            **solver.as_json(self.problem, self.choice),
+            **choice_report.as_json(self.problem, self.choice),
         }
         self._report.save_json(f"choice-step-{self.step:08}", content)
         self._report.save_text(f"choice-step-{self.step:08}", table())

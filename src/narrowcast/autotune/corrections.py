@@ -14,7 +14,7 @@ import torch.distributed as dist
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune.calibration import Links
 from narrowcast.autotune.consensus import Consensus
-from narrowcast.autotune.solver import Group
+from narrowcast.autotune.problem import Group
 
 
 @dataclass

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune.calibration import Links
+from narrowcast.autotune.problem import Group, Option, Shard
 from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
-from narrowcast.autotune.solver import Group, Option, Shard
 from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import shard_type

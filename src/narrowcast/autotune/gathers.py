@@ -8,7 +8,7 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune import cost_model
 from narrowcast.autotune.calibration import Calibration, Links
-from narrowcast.autotune.solver import Compressions
+from narrowcast.autotune.problem import Compressions
 from narrowcast.fsdp2 import ParamGroup
 
 PLAIN = "plain"  # in the place of a compression: the group is gathered by baseline FSDP2

@@ -1,17 +1,10 @@
-"""What the controller reports: a log, files in a folder, and scalars for a dashboard."""
+"""Where the controller reports to: a log, and files in a folder."""
 
 import json
 import logging
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from narrowcast.autotune import gradients, solver
-from narrowcast.autotune.gradients import Reduction
-from narrowcast.autotune.sampling import ALL, COMPRESSIONS, SampleStats
-from narrowcast.autotune.solver import Choice, Group
 from narrowcast.autotune.step_watch import Comparison
 from narrowcast.util import write_text
 
@@ -71,53 +64,3 @@ class ReportWriter:
                 error,
             )
             self._folder = None
-
-
-def sample_rates(samples: Mapping[str, SampleStats]) -> dict[str, dict[str, float]]:
-    """By parameter, how many of its values were sampled, and what share of them changed."""
-    return {
-        name: {"values": stats.changes.values, **stats.changes.rates()}
-        for name, stats in samples.items()
-        if name != ALL
-    }
-
-
-def unsampled_note(names: set[str], samples: Mapping[str, SampleStats]) -> str:
-    """A sentence on the parameters that were not sampled; empty where all were."""
-    unsampled = names - samples.keys()
-    if not unsampled:
-        return ""
-    return (
-        f"\n{len(unsampled)} of {len(names)} shards were not sampled yet: samples of the same type "
-        "of shard, or else of all shards, stand for them."
-    )
-
-
-def choice_table(
-    problem: Sequence[Group],
-    choice: Choice,
-    reductions: Sequence[Reduction],
-    note: str,
-    limit: int = sys.maxsize,
-) -> str:
-    """The choice of each shard and its reason, and below it the predicted costs of gradients.
-
-    Args:
-        note: stands below the shards.
-        limit: most rows of either table.
-    """
-    text = solver.table(problem, choice, limit=limit) + note
-    if reductions:
-        text += "\n\n" + gradients.table(reductions[:limit])
-    return text
-
-
-def compression_shares(problem: Sequence[Group], choice: Choice) -> dict[str, float]:
-    """The share of all values that each compression was chosen for."""
-    values = Counter(dict.fromkeys(COMPRESSIONS, 0))
-    for group in problem:
-        chosen = choice.compressions.get(group.name, {})
-        for shard in group.shards:
-            values[chosen.get(shard.name, "none")] += shard.values
-    total = max(sum(values.values()), 1)
-    return {compression: count / total for compression, count in values.items()}

@@ -22,6 +22,7 @@ from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_redu
 from narrowcast.autotune import calibration, controller, sampling, solver
 from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
 from narrowcast.autotune.corrections import Corrections
+from narrowcast.autotune.problem import Choice, Group
 from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
@@ -142,7 +143,7 @@ def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible:
     said = "\n".join(logs[0][0])
     assert "chosen after step 4" in said
     assert "plain" in said
-    assert "pays on this link" in said
+    assert "is worthwhile on this link" in said
     assert logs[1][0] == []  # the first rank speaks for all
 
 
@@ -224,7 +225,7 @@ def ever_other_choices() -> Iterator[None]:
     looks = itertools.count()
     choose = solver.choose
 
-    def scripted(groups: list[solver.Group], *arguments: Any) -> solver.Choice:
+    def scripted(groups: list[Group], *arguments: Any) -> Choice:
         look = next(looks)
         turns = itertools.count(look)
         compressions = {
@@ -349,7 +350,7 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
     assert "not sampled" not in text
-    assert "bits a value in place of 16" in text
+    assert "bits per value instead of 16" in text
     assert "gradients of" in text
     assert (
         calibration.as_json(_calibrated(SLOW, [])).keys()

@@ -10,8 +10,9 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import cost_model
 from narrowcast.autotune.calibration import Curve, Links
 from narrowcast.autotune.cost_model import Gathered, problem
+from narrowcast.autotune.problem import Group, Option
 from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
-from narrowcast.autotune.solver import Group, Option, choose
+from narrowcast.autotune.solver import choose
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import Changes
 from narrowcast.wire import packet

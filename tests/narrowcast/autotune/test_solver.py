@@ -7,8 +7,10 @@ from itertools import product
 
 import pytest
 
-from narrowcast.autotune import solver
-from narrowcast.autotune.solver import Group, Option, Shard, as_json, choose, table
+from narrowcast.autotune import program
+from narrowcast.autotune.choice_report import as_json, table
+from narrowcast.autotune.problem import Group, Option, Shard
+from narrowcast.autotune.solver import choose
 
 CLOSE = 1e-6  # of plain's time
 
@@ -186,7 +188,7 @@ def test_a_group_of_tiny_shards_stays_plain():
     choice = choose(groups, None)
     assert list(choice.compressions) == ["layer"]
     assert choice.compressions["layer"]["norm3"] == "delta"
-    assert choice.reasons["norms", "norm3"] == "its group as a whole gains nothing"
+    assert choice.reasons["norms", "norm3"] == "narrowing its group as a whole saves nothing"
 
 
 def test_a_margin_must_be_saved():
@@ -194,7 +196,10 @@ def test_a_margin_must_be_saved():
     assert choose(groups, None, margin=0.09).compressions
     choice = choose(groups, None, margin=0.11)
     assert not choice.compressions
-    assert choice.reasons["g", "w"] == "its group would save no more than the margin of 11.0%"
+    assert (
+        choice.reasons["g", "w"]
+        == "narrowing its group would save no more than the margin of 11.0%"
+    )
 
 
 def test_a_compression_in_force_is_kept_where_another_gains_too_little():
@@ -207,7 +212,7 @@ def test_a_compression_in_force_is_kept_where_another_gains_too_little():
     value = Option(0.45, switching=0.1, cache_bytes=8)
     choice = choose([group("g", shard("w", 1.0, exponent=is_current, delta=value))], None)
     assert choice.reasons["g", "w"] == (
-        "8.0 bits a value in place of 16; a change to delta would not pay for itself"
+        "8.0 bits per value instead of 16; switching to delta would cost more than it saves"
     )
 
 
@@ -216,7 +221,7 @@ def test_narrowing_at_all_must_repay_its_cold_caches():
         one = group("g", shard("w", 1.0, delta=Option(0.8, switching=switching)))
         choice = choose([one], None)
         assert bool(choice.compressions) == (switching == 0.1)
-    assert choice.reasons["g", "w"] == "a change of its group would not pay for itself"
+    assert choice.reasons["g", "w"] == "switching its group would cost more than it saves"
 
 
 def test_a_narrowed_group_stays_so_as_long_as_it_gains():
@@ -239,10 +244,10 @@ def test_a_shard_whose_bits_jump_is_dropped():
         return choose([group("g", *shards)], 16)
 
     assert choice_at(3.1).compressions == {"g": {"w1": "delta", "w2": "delta"}}
-    assert choice_at(3.1).reasons["g", "w1"] == "3.1 bits a value in place of 16"
+    assert choice_at(3.1).reasons["g", "w1"] == "3.1 bits per value instead of 16"
     jumped = choice_at(13.0)
     assert jumped.compressions == {"g": {"w1": "entropy", "w2": "delta"}}
-    assert jumped.reasons["g", "w1"] == "11.2 bits a value in place of 16"
+    assert jumped.reasons["g", "w1"] == "11.2 bits per value instead of 16"
     assert jumped.cache_bytes == 8
 
 
@@ -261,15 +266,15 @@ def example():
 def test_every_shard_is_given_its_reason():
     choice = choose(example(), 2**20)
     assert choice.reasons == {
-        ("layer", "large"): "11.2 bits a value in place of 16; "
-        "delta's cache does not fit the budget",
-        ("layer", "small"): "3.1 bits a value in place of 16",
+        ("layer", "large"): "11.2 bits per value instead of 16; "
+        "the cache of delta does not fit the budget",
+        ("layer", "small"): "3.1 bits per value instead of 16",
         ("layer", "noise"): "coding costs more than it saves",
-        ("layer", "mask"): "it can only go raw",
-        ("head", "head"): "delta's cache does not fit the budget",
+        ("layer", "mask"): "it cannot be compressed",
+        ("head", "head"): "the cache of delta does not fit the budget",
     }
     fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
-    assert choose(fast, None).reasons == {("g", "w"): "no compression pays on this link"}
+    assert choose(fast, None).reasons == {("g", "w"): "no compression is worthwhile on this link"}
 
 
 def test_the_table_tells_the_longest_shards_and_the_totals():
@@ -282,7 +287,7 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     assert [row.split()[0] for row in rows[:3]] == ["large", "small", "head"]
     assert rows[1].split(maxsplit=8) == [
         *("small", "expert_ffn", "delta", "1,000", "900.00", "200.00", "700.00", "1.0"),
-        "3.1 bits a value in place of 16",
+        "3.1 bits per value instead of 16",
     ]
     assert rows[3] == "and 2 more, which take less; the saved file has all"
     assert rows[-1] == (
@@ -291,8 +296,8 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     )
     fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
     assert table(fast, choose(fast, None)).splitlines()[-1] == (
-        "Everything stays plain: 1.00 ms of gathers a step are predicted. "
-        "Why, for most of it: no compression pays on this link."
+        "All groups stay with baseline FSDP2, predicted at 1.00 ms of gathers a step. "
+        "The main reason: no compression is worthwhile on this link."
     )
 
 
@@ -327,7 +332,7 @@ def test_the_json_tells_every_shard():
     )
     assert (small["compression"], small["cache_bytes"]) == ("delta", 2**20)
     assert small["gain"] == pytest.approx(0.7)
-    assert small["reason"] == "3.1 bits a value in place of 16"
+    assert small["reason"] == "3.1 bits per value instead of 16"
     assert (head["shards"][0]["compression"], head["shards"][0]["gain"]) == ("plain", 0)
 
 
@@ -388,7 +393,7 @@ def test_where_the_program_takes_too_long_the_papers_rule_is_taken(monkeypatch, 
     groups = random_groups(rng, 20, lambda _: 20)
     budget = 300
     assert choose(groups, budget).compressions != choose(groups, budget, "ratio").compressions
-    monkeypatch.setitem(solver._SOLVER, "time_limit", 0.0)
+    monkeypatch.setitem(program._OPTIONS, "time_limit", 0.0)
     late = choose(groups, budget)
     assert late.compressions == choose(groups, budget, "ratio").compressions
     assert late.cache_bytes <= budget
