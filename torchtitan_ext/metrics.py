@@ -9,7 +9,9 @@ from torchtitan.tools.logging import logger
 from narrowcast.attribution import counted_as
 from narrowcast.autotune.controller import Controller
 from narrowcast.telemetry.changes import SHARD_TYPES
-from narrowcast.telemetry.ledger import COLLECTIVES, Ledger, StepVolume, reduce_over_ranks
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import COLLECTIVES, StepVolume
 from torchtitan_ext.private import tensorboard_writers
 
 _MIB = 1 << 20

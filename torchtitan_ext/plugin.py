@@ -15,7 +15,8 @@ from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, uncounted_baseline
+from narrowcast.telemetry.counted import CountedModel, count_volume
+from narrowcast.telemetry.ledger import Ledger, beyond_baseline
 from torchtitan_ext.checking import check_on_every_rank
 from torchtitan_ext.dispatching import count_dispatch, deduplicating, set_up_dispatch
 from torchtitan_ext.job import Job
@@ -112,7 +113,7 @@ class TrainerPlugin:
             for run in runs:
                 stack.enter_context(run.during(self.step))
             super().train_step(data_iterator)
-        with uncounted_baseline(self._ledger()):
+        with beyond_baseline(self._ledger()):
             for run in runs:
                 run.after(self.step)
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowcast
 from narrowcast import NarrowcastError, all_gather, errors, narrow_all_gather
-from narrowcast.allgather import comm
+from narrowcast.allgather import codec, comm
 from narrowcast.autotune import controller, sampling
 from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
@@ -191,7 +191,7 @@ def _fail_to_decode() -> None:
         def decode(*_: object) -> None:
             raise NONE_LEFT
 
-        comm.codec.decode = decode
+        codec.decode = decode
 
 
 def _assert_same_error(outcomes: list[Raised]) -> None:

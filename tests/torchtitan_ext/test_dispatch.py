@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from narrowcast.moe.routing_error import RoutingError
 from narrowcast.placement.trace import RoutingTrace, load_trace
-from narrowcast.telemetry.ledger import Ledger, reduce_over_ranks
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.test_placement import (

@@ -134,7 +134,7 @@ def profile(config: "Trainer.Config", steps: int = STEPS) -> dict[str, Any]:
 
     from narrowcast.autotune import calibration, change_profile, choice_report
     from narrowcast.fsdp2 import param_groups
-    from narrowcast.telemetry.ledger import reduce_over_ranks
+    from narrowcast.telemetry.over_ranks import reduce_over_ranks
 
     observed = observed_job(config, steps)
     warmup = observed.narrowcast.all_gather.warmup_steps

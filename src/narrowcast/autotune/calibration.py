@@ -368,7 +368,7 @@ def _unchanged_gather(
 
     gather()  # the first sends all
     seconds, *_ = stopwatch.times(gather, _REPEATS)
-    header_size = comm.state_of(process_group).header_size
+    header_size = comm.state_of(process_group).codec.header_size
     return max(seconds - gathering.seconds(header_size), 0.0)
 
 

@@ -66,7 +66,7 @@ class Corrections:
         for labels in by_process_group.values():
             measured = _gather_seconds([comms[label] for label in labels])
             predicted = sum(
-                len(comms[label].plain_seconds)
+                len(comms[label].telemetry.plain_seconds)
                 * links[label].all_gather.seconds(comms[label].group.shard_bytes)
                 for label in labels
             )
@@ -79,7 +79,7 @@ class Corrections:
 def _gather_seconds(comms: Sequence[NarrowAllGather]) -> float:
     """Seconds of the baseline gathers of one process group. The rank that comes last to a gather
     waits for no other, so its time counts."""
-    seconds = [second for comm in comms for second in comm.plain_seconds]
+    seconds = [second for comm in comms for second in comm.telemetry.plain_seconds]
     if not seconds:
         return 0.0
     least = torch.tensor(seconds, dtype=torch.float64, device=comms[0].group.device)
@@ -92,7 +92,7 @@ def measured_coding(comms: Sequence[NarrowAllGather], steps: int, consensus: Con
     not known on accelerators, where a call returns before its work is done: 0."""
     local = 0.0
     if consensus.device.type == "cpu":
-        local = sum(comm.coding_seconds for comm in comms) / steps
+        local = sum(comm.telemetry.coding_seconds for comm in comms) / steps
     return consensus.mean_of_positive(local)
 
 
@@ -117,6 +117,6 @@ def predicted_coding(
             option = shard.options[comm.schemes[shard.name].compression]
             seconds += option.hashing + option.encoding + option.decoding
         # Headers are packed and read in what is timed as coding.
-        num_gathers = sum(comm.gathers.values()) / steps
+        num_gathers = sum(comm.telemetry.gathers.values()) / steps
         seconds += num_gathers * links[group.name].gather_overhead
     return seconds

@@ -80,14 +80,12 @@ class Gathers:
     def clear_times(self) -> None:
         """Begins to count and time gathers anew."""
         for comm in self.comms.values():
-            comm.gathers.clear()
-            comm.coding_seconds = 0.0
-            comm.plain_seconds.clear()
+            comm.telemetry.clear()
 
     def clear_plain_times(self) -> None:
         """Forgets the times of baseline gathers, which nobody will ask for."""
         for comm in self.comms.values():
-            comm.plain_seconds.clear()
+            comm.telemetry.plain_seconds.clear()
 
     def describe(
         self, links: Mapping[str, Links], calibration: Calibration, coder: str, steps: int
@@ -107,7 +105,7 @@ class Gathers:
                 params=comm.group.params,
                 times={
                     site: count / steps
-                    for site, count in cost_model.merged_times(comm.gathers).items()
+                    for site, count in cost_model.merged_times(comm.telemetry.gathers).items()
                 },
                 links=links[label],
                 hidden=calibration.coders[coder].hidden,

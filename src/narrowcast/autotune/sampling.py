@@ -26,7 +26,7 @@ from narrowcast.telemetry.changes import Changes, count_changes
 from narrowcast.util import Summable
 from narrowcast.wire import floats, packet
 from narrowcast.wire.coders import Coder
-from narrowcast.wire.exchange import padded
+from narrowcast.wire.exchange import send_buffer
 from narrowcast.wire.floats import FloatLayout
 
 COMPRESSIONS = ("delta", "exponent", "entropy", "none")
@@ -192,7 +192,7 @@ class _Passage:
         payload = packet.pack(
             [encoded], coder=self.coder, settings=0, sequence=0, shard_checksum=0, device=device
         )
-        buffer = padded(payload, payload.numel())
+        buffer = send_buffer(payload, payload.numel())
         encoding = max(util.now(device) - start - hashing, 0.0)
         start = util.now(device)
         (arrived,) = packet.unpack_body(*packet.unpack(buffer))

@@ -437,8 +437,8 @@ def _link_scale(_: None) -> tuple[float, float]:
         train(setup, model, optimizer)
     measured = predicted = 0.0
     for comm in handle._comms:
-        number = len(comm.plain_seconds)
-        comm.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
+        number = len(comm.telemetry.plain_seconds)
+        comm.telemetry.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
         measured += number
         predicted += number * SLOW * comm.group.shard_bytes
     selection = handle.selection

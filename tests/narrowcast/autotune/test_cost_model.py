@@ -267,7 +267,8 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
                 label=comm.group.name,
                 params=comm.group.params,
                 times={
-                    s: n / setup.steps for s, n in cost_model.merged_times(comm.gathers).items()
+                    s: n / setup.steps
+                    for s, n in cost_model.merged_times(comm.telemetry.gathers).items()
                 },
                 links=LINKS,
                 hidden=0.0,

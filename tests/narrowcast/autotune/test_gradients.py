@@ -19,7 +19,7 @@ from narrowcast.autotune.gradients import GradientSampler, Reduction, table
 from narrowcast.fsdp2 import ParamGroup, ReduceScatter, param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import count_volume
+from narrowcast.telemetry.counted import count_volume
 from narrowcast.wire.coders import find_coder
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
 
