@@ -244,10 +244,7 @@ class Controller:
         }
         if changed and self._trials.was_undone(proposal):
             if self._consensus.is_leader:
-                self._report.log(
-                    f"after step {self.step}: compressions stay as they are: the choice is still "
-                    "the one that was undone, at the same predicted costs"
-                )
+                self._report.log_kept("gathers", self.step)
             return 0
         is_first = self.choice is None
         self._previous = None if is_first else (self.problem, self.choice)
@@ -282,7 +279,7 @@ class Controller:
                 self.choice = self.choice.all_plain("undone: it made steps slower")
             self._gathers.apply(self.choice.compressions, self.sampler.scheme)
         if self._consensus.is_leader:
-            self._report.trial(self.step, comparison)
+            self._report.trial("gathers", self.step, comparison)
 
     def _end_window_of_samples(self) -> None:
         """Adds the samples of all ranks to the history, and notes the time that they took."""

@@ -108,10 +108,10 @@ def test_a_choice_that_makes_one_rank_a_tenth_slower_is_undone_on_all(ranks, tmp
         assert one["scalars"]["narrowcast/selection/share/none"] == 1
         assert one["cached"] == 0
     log = "\n".join(results[0]["log"])
-    assert f"after step {JUDGED}: the last choice is undone" in log
+    assert f"gathers, after step {JUDGED}: the last choice is undone" in log
     assert "slower, p = " in log
     assert results[1]["log"] == []  # the first rank speaks for all
-    report = json.loads((tmp_path / f"trial-step-{JUDGED:08}.json").read_text())
+    report = json.loads((tmp_path / f"gathers-trial-step-{JUDGED:08}.json").read_text())
     assert report["undone"] is True
     assert 1.05 < report["seconds_after"] / report["seconds_before"] < 1.15
     assert report["steps_on_each_side"] == WARMUP - 1
@@ -122,7 +122,10 @@ def test_a_choice_that_makes_no_step_slower_is_kept(ranks, tmp_path) -> None:
         assert one["equal"]
         assert all(step == {"delta"} for step in one["steps"][WARMUP - 1 :])
         assert one["scalars"]["narrowcast/selection/undone"] == 0
-    assert json.loads((tmp_path / f"trial-step-{JUDGED:08}.json").read_text())["undone"] is False
+    assert (
+        json.loads((tmp_path / f"gathers-trial-step-{JUDGED:08}.json").read_text())["undone"]
+        is False
+    )
 
 
 def test_what_was_undone_is_not_tried_again_until_conditions_change(ranks) -> None:
