@@ -1,5 +1,6 @@
-# Sourced by the scripts beside it: makes .venv with the project and its `test` extra, and puts it
-# first on PATH. Does nothing while .venv is up to date with pyproject.toml.
+# Sourced by the scripts beside it: makes .venv with the project and its `test` extra, which includes
+# `torchtitan` and `plots`, and puts it first on PATH. Does nothing while .venv is up to date with
+# pyproject.toml.
 #
 # PYTHON names the interpreter, 3.11 or later.
 
@@ -23,7 +24,7 @@ make_venv() {
         rm -rf .venv
         "$python" -m venv .venv
         .venv/bin/pip install --quiet --upgrade pip
-        # A range can take a newer torch, built for CUDA, of several GB: no use without a GPU.
+        # The newest torch of the range is a CUDA build of several GB: of no use without a GPU.
         if ! command -v nvidia-smi >/dev/null; then
             .venv/bin/pip install --quiet torch==2.13.0
         fi

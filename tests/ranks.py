@@ -131,7 +131,6 @@ def _serve(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    torch.autograd.set_multithreading_enabled(False)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",

@@ -4,11 +4,12 @@
     torchrun ... -m torchtitan.train --module torchtitan_ext --config from_toml \\
         --job.config_file x.toml
 
-Importing this package imports no torchtitan.
+Importing this package imports no torchtitan, which must be installed all the same.
 """
 
+import importlib.util
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from narrowcast.config import (
     AllGatherConfig,
@@ -19,10 +20,16 @@ from narrowcast.config import (
     RoutingTraceConfig,
     VolumeConfig,
 )
-from torchtitan_ext.config import JobConfig, with_narrowcast
 
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer
+
+    from torchtitan_ext.config import JobConfig, with_narrowcast
+
+if importlib.util.find_spec("torchtitan") is None:
+    raise ModuleNotFoundError(
+        "torchtitan_ext needs torchtitan: pip install 'narrowcast[torchtitan]'", name="torchtitan"
+    )
 
 __all__ = [
     "AllGatherConfig",
@@ -39,25 +46,33 @@ __all__ = [
 
 
 def from_toml() -> "Trainer.Config":
-    """The torchtitan config function that reads the TOML file of `--job.config_file`.
+    """The torchtitan config function that reads the TOML file of ``--job.config_file``.
 
-    torchtitan passes its config functions nothing, so that the flag is taken from `sys.argv`.
+    torchtitan passes its config functions nothing, so that the flag is read from ``sys.argv``.
 
     Raises:
-        ValueError: the flag is missing, or the file is wrong (`toml.TomlError`).
+        ValueError: the flag is missing, or the file is wrong (``toml.load.TomlError``).
     """
-    from torchtitan_ext import compat, cpu
+    from torchtitan_ext.compat import apply
     from torchtitan_ext.toml.load import load_config
 
-    compat.apply()
-    cpu.apply()
+    apply()
     return load_config(_config_file(sys.argv[1:]))
 
 
-def _config_file(args: list[str]) -> str:
-    """The value of the last `--job.config_file FILE` or `--job.config_file=FILE`.
+def __getattr__(name: str) -> Any:
+    """Import on demand what needs torchtitan."""
+    if name in ("JobConfig", "with_narrowcast"):
+        from torchtitan_ext import config
 
-    As everywhere on torchtitan's command line, `-` may stand for `_`.
+        return getattr(config, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _config_file(args: list[str]) -> str:
+    """The value of the last ``--job.config_file FILE`` or ``--job.config_file=FILE``.
+
+    As everywhere on torchtitan's command line, ``-`` may stand for ``_``.
     """
     flags = [arg.partition("=") for arg in args]
     files = [

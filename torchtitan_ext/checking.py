@@ -1,7 +1,7 @@
-"""What our sections ask of a job, checked before anything of it is built.
+"""Checks that our sections can work with a job, before anything of it is built.
 
-Most of it every rank can tell by itself: rules between keys, and what follows of the model. What
-files hold the first rank alone can tell, which reads and writes them.
+Every rank can check most of it alone: rules between keys, and what follows from the model. Only
+the first rank can check files, because it reads and writes them.
 """
 
 from collections.abc import Callable
@@ -11,19 +11,20 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
-from torchtitan_ext.dispatching import check_dispatch, deduplicating
+from torchtitan_ext.across_ranks import from_every_rank
+from torchtitan_ext.dispatch.hooks import check_dispatch, deduplicating
 from torchtitan_ext.job import Job, world_size_of
-from torchtitan_ext.placing import check_placement, check_placement_files
-from torchtitan_ext.tracing import check_trace, check_trace_file, from_every_rank
+from torchtitan_ext.placement.checks import check_placement, check_placement_files
+from torchtitan_ext.traces.run import check_trace, check_trace_file
 
 
 def check_alone(config: Any, *, is_first_rank: bool, world_size: int | None = None) -> None:
-    """All that one process can tell of a job, without any other.
+    """Check a job as far as one process can without the others.
 
     Args:
         config: of a trainer, with or without our sections.
-        is_first_rank: whether it is the one that reads and writes files.
-        world_size: by default what the launcher says.
+        is_first_rank: whether this process reads and writes files.
+        world_size: by default that of the launcher.
 
     Raises:
         ValueError, ImportError, OSError: a section cannot work with the job; the message names the
@@ -38,7 +39,7 @@ def check_alone(config: Any, *, is_first_rank: bool, world_size: int | None = No
 
 
 def check_on_every_rank(job: Job) -> None:
-    """The same within a process group: what any rank finds is raised on every one.
+    """Check a job within a process group. An error of any rank is raised on every rank.
 
     Raises:
         ValueError: a section cannot work with the job.
@@ -49,7 +50,7 @@ def check_on_every_rank(job: Job) -> None:
 
 
 def _sections(switches: Any) -> list[str]:
-    """Those that are switched on, but for the ledger, which works with any job."""
+    """The sections that are switched on, apart from the ledger, which works with any job."""
     is_on = {
         "all_gather": switches.all_gather.enable,
         "reduce_scatter": switches.reduce_scatter.enable,

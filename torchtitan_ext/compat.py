@@ -1,14 +1,19 @@
-"""What torchtitan 0.3.0 asks of torch and torch 2.13 does not have, on any device."""
+"""What torchtitan 0.3.0 needs of torch that this machine's torch lacks."""
 
 import torch.distributed
-import torch.distributed.distributed_c10d as c10d
+
+from narrowcast.fsdp2 import set_timeout
+from torchtitan_ext.cpu import apply as support_cpu
 
 
 def apply() -> None:
-    """Give torch 2.13 the public names that torchtitan 0.3.0 calls. Idempotent.
+    """Complete torch 2.13, and let torchtitan train on CPU where there is no accelerator.
 
-    `torch.distributed.set_timeout` (torch 2.14): `torchtitan.distributed.utils.set_pg_timeouts`
-    calls it after the first step. torch 2.13 has the same function as a private one.
+    ``torchtitan.distributed.utils.set_pg_timeouts`` calls ``torch.distributed.set_timeout`` of
+    torch 2.14 after the first step.
+
+    Idempotent. It may be called before or after torchtitan's modules are imported, but must be
+    called before a trainer is built.
     """
-    if not hasattr(torch.distributed, "set_timeout"):
-        torch.distributed.set_timeout = c10d._set_pg_timeout
+    torch.distributed.set_timeout = set_timeout
+    support_cpu()

@@ -1,16 +1,18 @@
-"""narrowcast's sections of torchtitan's config tree, and the call that adds them to one."""
+"""Adds narrowcast's sections to a torchtitan config, and its plugins to what the config builds."""
 
 import dataclasses
 import functools
 import types
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torchtitan.config import Configurable
+from torchtitan.trainer import Trainer
 
 from narrowcast.config import NarrowcastConfig
-
-if TYPE_CHECKING:
-    from torchtitan.config import Configurable
-    from torchtitan.trainer import Trainer
+from torchtitan_ext.metrics import MetricsPlugin
+from torchtitan_ext.plugin import TrainerPlugin
+from torchtitan_ext.private import owner
 
 
 @dataclass(kw_only=True, slots=True)
@@ -20,25 +22,23 @@ class JobConfig:
 
 
 def with_narrowcast(
-    base: "Trainer.Config",
+    base: Trainer.Config,
     narrowcast: NarrowcastConfig | None = None,
     *,
     job: JobConfig | None = None,
-) -> "Trainer.Config":
-    """A copy of `base` whose `build()` makes the same trainer, with narrowcast in it.
+) -> Trainer.Config:
+    """A copy of ``base`` whose ``build()`` returns the same trainer, with narrowcast in it.
 
-    For a torchtitan config function: `return with_narrowcast(base, NarrowcastConfig(...))`. The
-    class of the result derives from `type(base)` and has the fields `narrowcast` and `job`, so
-    that the command line can override them. `base` itself is left as it is.
+    For a torchtitan config function: ``return with_narrowcast(base, NarrowcastConfig(...))``. The
+    class of the result derives from ``type(base)`` and has the fields ``narrowcast`` and ``job``,
+    so that the command line can override them. ``base`` itself is not changed.
 
     Args:
-        base: config of a torchtitan trainer, or of a subclass of it. One that went through this
-            function already keeps its sections where no new ones are given.
-        narrowcast: our sections. Default: `NarrowcastConfig()`, which only counts bytes.
-        job: where the configuration came from. Default: `JobConfig()`.
+        base: config of a torchtitan trainer, or of a subclass of it. If this function returned it,
+            it keeps its sections where no new ones are given.
+        narrowcast: our sections. Default: ``NarrowcastConfig()``, which only counts bytes.
+        job: where the configuration came from. Default: ``JobConfig()``.
     """
-    from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
-
     given = {"narrowcast": narrowcast, "job": job}
     extended = _mixed_in(
         base, TrainerPlugin, (("narrowcast", NarrowcastConfig), ("job", JobConfig))
@@ -51,13 +51,11 @@ def with_narrowcast(
 
 
 def _mixed_in(
-    config: "Configurable.Config",
+    config: Configurable.Config,
     plugin: type,
     sections: tuple[tuple[str, type], ...] = (),
 ) -> Any:
-    """`config` with the same values, built by its owner with `plugin` mixed in."""
-    from torchtitan_ext.private import owner
-
+    """A config with the same values, whose ``build()`` returns an object with ``plugin`` in it."""
     if issubclass(owner(type(config)), plugin):
         return config
     extended_cls = _extended_class(type(config), plugin, sections)
@@ -68,9 +66,7 @@ def _mixed_in(
 
 @functools.cache
 def _extended_class(config_cls: type, plugin: type, sections: tuple[tuple[str, type], ...]) -> type:
-    """A subclass of `config_cls` with `sections`, whose owner is a subclass of `plugin` too."""
-    from torchtitan_ext.private import owner
-
+    """A subclass of ``config_cls`` with ``sections``, whose owner also derives from ``plugin``."""
     base_owner = owner(config_cls)
     extended_cls = dataclasses.make_dataclass(
         "Config",

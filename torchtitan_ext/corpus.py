@@ -1,14 +1,14 @@
-"""A corpus of real text that every Python brings, and a tokenizer trained on it.
+"""A corpus of real text that is part of every Python, and a tokenizer trained on it.
 
-The text is the documentation in `pydoc_data.topics` and the sources of the standard library, some
-10 MB. `python -m torchtitan_ext.corpus --output data/corpus` writes
+The text is the documentation in ``pydoc_data.topics`` and the sources of the standard library, some
+10 MB. ``python -m torchtitan_ext.corpus --output data/corpus`` writes
 
     train.jsonl, validation.jsonl          one document a line, {"name": ..., "text": ...}
-    tokenizer.json, tokenizer_config.json  byte-level BPE, as torchtitan's `hf_assets_path` has it
+    tokenizer.json, tokenizer_config.json  byte-level BPE, as torchtitan's ``hf_assets_path`` has it
     stamp.json                             what the files were made from
 
-Importing this module registers the datasets `narrowcast_corpus` and `narrowcast_corpus_validation`
-with torchtitan; `dataloader.dataset_path` is the folder.
+Importing this module registers the datasets ``narrowcast_corpus`` and
+``narrowcast_corpus_validation`` with torchtitan; ``dataloader.dataset_path`` is the folder.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from narrowcast.util import write_text
 VOCAB_SIZE = 2048
 BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
 
-# Raise when the same Python would give other files.
+# To be raised when the same Python would give other files.
 _VERSION = 1
 # Folders that are tests, generated tables, or not part of every installation.
 _LEFT_OUT = frozenset(
@@ -59,7 +59,7 @@ _TOKENIZER_CHARS = 3_000_000
 
 @dataclass(frozen=True)
 class Document:
-    """One text. Its name is `topics/...` or the path in the standard library, and a part number."""
+    """A text. Its name is ``topics/...`` or the path in the standard library, and a part number."""
 
     name: str
     text: str
@@ -68,7 +68,7 @@ class Document:
 def make_corpus(folder: Path) -> bool:
     """Make the corpus and the tokenizer in a folder, or leave the ones made there before.
 
-    The same Python and `tokenizers` give the same bytes. The folder appears whole or not at all.
+    The same Python and ``tokenizers`` give the same bytes. The folder appears whole or not at all.
 
     Returns:
         Whether anything was made.
@@ -118,7 +118,7 @@ def _make(folder: Path, stamp: dict[str, Any]) -> None:
         _write_tokenizer(work, train)
         write_text(work / "stamp.json", json.dumps(stamp, indent=2) + "\n")
         if (folder / "stamp.json").is_file():
-            # Out of the way whole, so that an interruption leaves no half of an old corpus.
+            # Moved as a whole, so that an interruption leaves no half of an old corpus.
             os.replace(folder, work / "old")
         os.replace(work, folder)
         shutil.rmtree(folder / "old", ignore_errors=True)
@@ -127,7 +127,7 @@ def _make(folder: Path, stamp: dict[str, Any]) -> None:
 
 
 def standard_library() -> list[Document]:
-    """The documentation topics and the sources of the running Python, in parts of bounded size."""
+    """The documentation topics and the sources of this Python, in parts of bounded size."""
     texts = {f"topics/{name}": text for name, text in topics.topics.items()}
     root = Path(sysconfig.get_path("stdlib"))
     for path in root.rglob("*.py"):
@@ -153,7 +153,7 @@ def split(documents: Iterable[Document]) -> tuple[list[Document], list[Document]
 
 
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer of `VOCAB_SIZE` tokens; it adds no special tokens itself."""
+    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens; it adds no special tokens itself."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -192,7 +192,7 @@ def _row(path: Path, number: int, line: bytes) -> dict[str, str]:
         row = None
     if not isinstance(row, dict) or [type(row.get(k)) for k in ("name", "text")] != [str, str]:
         raise ValueError(
-            f'{path}, line {number}: due is {{"name": "...", "text": "..."}}. Delete the folder, '
+            f'{path}, line {number}: expected {{"name": "...", "text": "..."}}. Delete the folder, '
             f"and make it again with `python -m torchtitan_ext.corpus --output {path.parent}`"
         )
     return {"name": row["name"], "text": row["text"]}
@@ -214,7 +214,7 @@ for _name, _part in (
 
 
 def _parts(text: str) -> list[str]:
-    """The text in parts of at most `_MAX_CHARS` characters, cut at line ends where it can."""
+    """The text in parts of at most ``_MAX_CHARS`` characters, cut at line ends where possible."""
     size = math.ceil(len(text) / math.ceil(len(text) / _MAX_CHARS))
     parts = []
     start = 0
@@ -263,7 +263,7 @@ def _write_tokenizer(folder: Path, documents: Iterable[Document]) -> None:
 
 
 def main() -> int:
-    """Command line: make the corpus unless it is there, and say where. Returns the exit code."""
+    """Command line: make the corpus unless it exists. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Make the corpus and its tokenizer.")
     parser.add_argument("--output", type=Path, default=Path("data/corpus"), help="folder to make")
     output: Path = parser.parse_args().output

@@ -1,10 +1,10 @@
-"""Training on CPU with gloo: what torchtitan 0.3.0 and torch 2.13 need for it.
+"""Lets torchtitan 0.3.0 and torch 2.13 train on CPU with gloo.
 
-`apply()` is the whole support. It does nothing where torch has an accelerator. Each part says what
-fails without it; all were seen with torchtitan 0.3.0 and torch 2.13.0 on Linux.
+``apply()`` does everything, and does nothing where torch has an accelerator. Each part says what
+fails without it, as seen with torchtitan 0.3.0 and torch 2.13.0 on Linux.
 
-A model with FlexAttention, which has no backward on CPU, needs one line of configuration besides:
-`override.imports = ["torchtitan_ext.cpu.scaled_dot_product_attention"]`.
+A model with FlexAttention, which has no backward on CPU, needs one line of configuration as well:
+``override.imports = ["torchtitan_ext.cpu.scaled_dot_product_attention"]``.
 """
 
 import functools
@@ -27,7 +27,7 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.protocols.module import Module
 
-from torchtitan_ext import compat
+from torchtitan_ext.private import wrap_parameter_initialization
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -44,7 +44,6 @@ def apply() -> None:
     global _kernels
     if _kernels is not None or torch.accelerator.is_available():
         return
-    compat.apply()
     _use_cpu_device()
     _sum_gradients_without_scaling()
     _draw_full_parameters()
@@ -69,16 +68,18 @@ class Fp32ScaledDotProductAttention(ScaledDotProductAttention):
 def scaled_dot_product_attention(
     cfg: FlexAttention.Config,
 ) -> Fp32ScaledDotProductAttention.Config:
-    """FlexAttention has no backward on CPU. Differs from it in one point: attention crosses the
-    boundaries of documents packed into one sequence, since a causal mask is all there is.
+    """Replace FlexAttention, which has no backward on CPU.
+
+    It differs in one point: attention crosses the boundaries of documents packed into one sequence,
+    because its only mask is causal.
     """
     return derive(cfg, Fp32ScaledDotProductAttention.Config)
 
 
 class _CpuDevice:
-    """`torch.cpu` with what torchtitan asks of a device module and `torch.cpu` lacks.
+    """``torch.cpu`` with the functions that torchtitan calls and ``torch.cpu`` lacks.
 
-    Memory is that of the process: its peak resident set, which cannot be reset.
+    Memory is the peak resident set of the process, which cannot be reset.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +114,7 @@ class _CpuDevice:
 
 
 def _use_cpu_device() -> None:
-    """Without an accelerator torchtitan takes "cuda": its first tensor fails."""
+    """Without an accelerator torchtitan uses "cuda", and fails at its first tensor."""
     _rebind("device_type", titan_utils.device_type, "cpu")
     _rebind("device_module", titan_utils.device_module, _CpuDevice())
 
@@ -121,7 +122,7 @@ def _use_cpu_device() -> None:
 def _sum_gradients_without_scaling() -> None:
     """A gradient divide factor makes FSDP2 reduce with PREMUL_SUM, which gloo lacks.
 
-    torchtitan's factor is 1, so that a plain sum is the same.
+    torchtitan's factor is 1, so that SUM is the same.
     """
     original = titan_fsdp.disable_fsdp_gradient_division
 
@@ -136,44 +137,60 @@ def _sum_gradients_without_scaling() -> None:
 
 
 def _draw_full_parameters() -> None:
-    """DTensor has no random number generator on a CPU mesh: without a word, every rank draws the
-    same numbers for its shard, so that experts i and i + E/2 start identical. Every rank draws the
-    full tensor instead, from the generator that torchtitan seeds alike, and keeps its shard:
-    initial parameters do not depend on the number of ranks.
+    """DTensor has no random number generator on a CPU mesh: every rank draws the same numbers for
+    its shard without a warning, so that experts i and i + E/2 start identical. Every rank draws the
+    full tensor instead, from the generator that torchtitan seeds alike, and takes its shard from
+    it. Initial parameters then do not depend on the number of ranks.
     """
-    original = Module._init_self_parameters
 
-    @functools.wraps(original)
-    def _init_self_parameters(self: Module) -> None:
-        sharded = {n: p for n, p in self._parameters.items() if isinstance(p, DTensor)}
-        full = {
-            n: nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=p.device), p.requires_grad)
-            for n, p in sharded.items()
-        }
-        self._parameters.update(full)
-        try:
-            original(self)
-        finally:
-            self._parameters.update(sharded)
-        for name, parameter in sharded.items():
-            # Left alone by its initializer: a tied weight, initialized elsewhere.
-            if full[name]._version == 0:
-                continue
-            shard = distribute_tensor(
-                full[name].detach(),
-                parameter.device_mesh,
-                parameter.placements,
-                src_data_rank=None,
-            )
-            parameter.detach().copy_(shard)
+    def on_full_parameters(initialize: Callable[[Module], None]) -> Callable[[Module], None]:
+        @functools.wraps(initialize)
+        def initialize_full(module: Module) -> None:
+            sharded = {
+                name: parameter
+                for name, parameter in module.named_parameters(recurse=False)
+                if isinstance(parameter, DTensor)
+            }
+            full = {name: _full_like(parameter) for name, parameter in sharded.items()}
+            _set_parameters(module, full)
+            try:
+                initialize(module)
+            finally:
+                _set_parameters(module, sharded)
+            for name, parameter in sharded.items():
+                _copy_shard(full[name], parameter)
 
-    Module._init_self_parameters = _init_self_parameters
+        return initialize_full
+
+    wrap_parameter_initialization(on_full_parameters)
+
+
+def _set_parameters(module: Module, parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        setattr(module, name, parameter)
+
+
+def _full_like(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same shape that is not sharded, with no values yet."""
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return nn.Parameter(full, parameter.requires_grad)
+
+
+def _copy_shard(full: nn.Parameter, sharded: nn.Parameter) -> None:
+    """Copy this rank's part of a full parameter, if anything was written to it."""
+    # Not written to by its initializer: a tied weight, which is initialized elsewhere.
+    if full._version == 0:
+        return
+    shard = distribute_tensor(
+        full.detach(), sharded.device_mesh, sharded.placements, src_data_rank=None
+    )
+    sharded.detach().copy_(shard)
 
 
 def _multiply_low_precision_in_fp32() -> torch.library.Library:
     """Without bf16 units a CPU multiplies bf16 and fp16 matrices some 30 times slower than fp32.
 
-    Operands go to fp32, and the product is rounded once, as on a tensor core.
+    Operands are converted to fp32, and the product is rounded once, as on a tensor core.
     """
     library = torch.library.Library("aten", "IMPL")
     for name in ("mm", "bmm", "addmm", "_grouped_mm"):

@@ -1,16 +1,18 @@
-"""What follows of a job's configuration before anything is built: its layout, and its model's
-names and classes."""
+"""What follows from a job's configuration before anything is built: its layout, and the names and
+classes in its model."""
 
 import copy
 import functools
 import logging
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
@@ -20,11 +22,11 @@ from torchtitan_ext.private import moe_layers
 
 @dataclass(frozen=True)
 class Job:
-    """A trainer's configuration, with overrides that our sections list.
+    """A trainer's configuration, and the degrees of its parallelism.
 
     Attributes:
-        config: of the trainer. It is only read.
-        dims: how many ranks there are of each kind; None where that is not known.
+        config: of the trainer, with the overrides that our sections list. It is only read.
+        dims: the degrees of parallelism; None where the number of ranks is not known.
     """
 
     config: Any
@@ -32,10 +34,10 @@ class Job:
 
     @classmethod
     def of(cls, config: Any, world_size: int | None) -> "Job":
-        """A job on so many ranks; None where that is not known.
+        """A job on ``world_size`` ranks; None where that is not known.
 
         Raises:
-            ValueError: the degrees of parallelism do not fit them.
+            ValueError: the degrees of parallelism do not fit the number of ranks.
         """
         if world_size is None:
             return cls(config, None)
@@ -59,9 +61,9 @@ class Job:
         Raises:
             ValueError: it cannot be built.
         """
-        config = copy.deepcopy(self.config)  # is set to the job's values, and overridden
+        config = copy.deepcopy(self.config)  # building changes it
         was_disabled = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # the trainer will say it all
+        logging.disable(logging.WARNING)  # the trainer will log the same
         try:
             model = config.model_spec.model
             model.update_from_config(config=config)
@@ -71,7 +73,7 @@ class Job:
                 return config.model_spec.model.build()
         except (ValueError, ImportError):
             raise
-        except Exception as error:  # of torchtitan, whose own rules are asserts too
+        except Exception as error:  # some of torchtitan's own rules are asserts
             raise ValueError(
                 f"the model cannot be built: {type(error).__name__}: {error}"
             ) from error
@@ -90,7 +92,8 @@ class Job:
 
     @property
     def sequences_a_step(self) -> int | None:
-        """Of all ranks; None where it follows of how many there are, and that is not known."""
+        """Sequences that all ranks train on in a step; None where the number of ranks decides it
+        and is not known."""
         training = self.config.training
         if training.global_batch_size >= 0:
             return training.global_batch_size
@@ -100,7 +103,7 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """Of a step and rank. Where `dims` is known."""
+        """Microbatches of a rank in a step. Only where ``dims`` is known."""
         training, dims = self.config.training, self.dims
         ranks = dims.dp_replicate * dims.dp_shard
         accumulated = self.sequences_a_step // (training.local_batch_size * ranks)
@@ -111,6 +114,20 @@ class Job:
 
 
 def world_size_of(config: Any) -> int | None:
-    """How many ranks the launcher has started; None without one, and for torchtitan's fake ones."""
+    """How many ranks the launcher has started; None without a launcher, and with torchtitan's fake
+    process groups."""
     given = os.environ.get("WORLD_SIZE", "")
     return int(given) if given.isdecimal() and config.comm.mode == "default" else None
+
+
+def parse_job(flags: Sequence[str]) -> Any:
+    """The trainer config of a job, from flags as ``torchtitan_ext.train`` takes them.
+
+    ``sys.argv`` has them then, because ``from_toml`` and torchtitan's own entry read it.
+
+    Raises:
+        ValueError: the TOML file is wrong.
+        SystemExit: a flag is wrong.
+    """
+    sys.argv[1:] = ["--module", "torchtitan_ext", "--config", "from_toml", *flags]
+    return ConfigManager().parse_args()

@@ -1,4 +1,4 @@
-"""Model flavors of our own, as torchtitan config functions (`[base] config` in TOML)."""
+"""Model flavors of our own, as torchtitan config functions (``[base] config`` in TOML)."""
 
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -6,22 +6,18 @@ from torchtitan.components.optimizer import default_adamw, register_moe_load_bal
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-
-# Private in torchtitan 0.3.0: the initializers and layer builder of its qwen3 family, without which
-# a flavor of other widths would have to copy them.
-from torchtitan.models.qwen3 import (
-    _EMBEDDING_INIT,
-    _LINEAR_INIT,
-    Qwen3Model,
-    _build_qwen3_moe_layers,
-    _qwen3_norm,
-    parallelize_qwen3,
-)
+from torchtitan.models.qwen3 import Qwen3Model, parallelize_qwen3
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from torchtitan_ext import corpus
+from torchtitan_ext.private import (
+    QWEN3_EMBEDDING_INIT,
+    QWEN3_LINEAR_INIT,
+    build_qwen3_moe_layers,
+    qwen3_norm,
+)
 
 
 def qwen3_moe(
@@ -45,14 +41,14 @@ def qwen3_moe(
         model=Qwen3Model.Config(
             vocab_size=vocab_size,
             dim=dim,
-            norm=_qwen3_norm(dim),
+            norm=qwen3_norm(dim),
             tok_embeddings=Embedding.Config(
-                num_embeddings=vocab_size, embedding_dim=dim, param_init=_EMBEDDING_INIT
+                num_embeddings=vocab_size, embedding_dim=dim, param_init=QWEN3_EMBEDDING_INIT
             ),
             lm_head=Linear.Config(
-                in_features=dim, out_features=vocab_size, param_init=_LINEAR_INIT
+                in_features=dim, out_features=vocab_size, param_init=QWEN3_LINEAR_INIT
             ),
-            layers=_build_qwen3_moe_layers(
+            layers=build_qwen3_moe_layers(
                 n_layers=n_layers,
                 dim=dim,
                 n_heads=n_heads,
@@ -76,7 +72,7 @@ def qwen3_moe(
 def demo() -> Trainer.Config:
     """An MoE of 6 million parameters, three quarters of them in 3 x 16 experts, on the corpus.
 
-    Small enough that activations need no checkpointing; the rest of the job is left to TOML.
+    It is so small that activations need no checkpointing. The rest of the job is left to TOML.
     """
     return _on_corpus(
         qwen3_moe(
@@ -111,18 +107,17 @@ def links() -> Trainer.Config:
 
 
 def experts_top2() -> Trainer.Config:
-    """As `experts`, with 2 experts a token."""
+    """As ``experts``, with 2 experts a token."""
     return _experts(2)
 
 
 def experts() -> Trainer.Config:
-    """An MoE whose routing is worth a look: 4 layers of 32 small experts, top-4, 5 million
-    parameters."""
+    """An MoE for studies of routing: 4 layers of 32 small experts, top-4, 5 million parameters."""
     return _experts(4)
 
 
 def experts_top8() -> Trainer.Config:
-    """As `experts`, with 8 experts a token."""
+    """As ``experts``, with 8 experts a token."""
     return _experts(8)
 
 

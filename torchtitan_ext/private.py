@@ -1,4 +1,7 @@
-"""The private names of torchtitan that we depend on, all seen in torchtitan 0.3.0."""
+"""Every private name of torchtitan that is used here, as seen in torchtitan 0.3.0.
+
+Each function says why no public name serves.
+"""
 
 import importlib
 import time
@@ -9,41 +12,50 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.metrics import BaseLogger, TensorBoardLogger
 from torchtitan.config import ConfigManager, Configurable
+from torchtitan.models import qwen3
 from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.protocols.module import Module
 
 from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import pending_collectives
 from narrowcast.telemetry.ledger import Ledger
 
+# The initializers and the layer builder of the qwen3 family, which a model of other widths would
+# have to copy otherwise.
+QWEN3_EMBEDDING_INIT = qwen3._EMBEDDING_INIT
+QWEN3_LINEAR_INIT = qwen3._LINEAR_INIT
+build_qwen3_moe_layers = qwen3._build_qwen3_moe_layers
+qwen3_norm = qwen3._qwen3_norm
+
 
 class BaseError(ValueError):
-    """What a config function, or its module, raised itself.
+    """An error that a config function raised itself, or its module.
 
     Attributes:
-        of_module: whether it was its module, when it was imported.
+        of_module: whether the module raised it when it was imported.
     """
 
     def __init__(self, error: BaseException, of_module: bool) -> None:
         where = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split())
+        message = " ".join(str(error).split())
         super().__init__(
-            f"raised {type(error).__name__}: {said} ({where.filename}, line {where.lineno})"
+            f"raised {type(error).__name__}: {message} ({where.filename}, line {where.lineno})"
         )
         self.of_module = of_module
 
 
 def load_base_config(module: str, function: str) -> Any:
-    """The config that `--module module --config function` starts from.
+    """The config that ``--module module --config function`` starts from.
 
-    `ConfigManager._load_config` is where torchtitan resolves short names such as `qwen3`; its
-    public `parse_args` would parse flags as well, and warn twice.
+    ``ConfigManager._load_config`` is where torchtitan resolves short names such as ``qwen3``; its
+    public ``parse_args`` would parse flags as well, and warn twice.
 
     Raises:
         ValueError, ImportError: the module or the function does not exist.
@@ -58,14 +70,14 @@ def load_base_config(module: str, function: str) -> Any:
         if ours < len(frames) - 1:
             raise BaseError(error, frames[ours + 1].name == "import_module") from error
         if isinstance(error, ImportError):
-            _import(module)  # torchtitan says only that it could not
+            _import(module)  # torchtitan's own message does not say why
         if isinstance(error, ImportError | ValueError):
             raise
         raise BaseError(error, of_module=False) from error  # it cannot even be called
 
 
 def _import(module: str) -> None:
-    """Raises a BaseError if a module exists, and cannot import another."""
+    """Raise a ``BaseError`` if a module exists and cannot import another one."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -74,17 +86,19 @@ def _import(module: str) -> None:
 
 
 def owner(config_cls: type[Configurable.Config]) -> type[Configurable]:
-    """The class that `config_cls.build()` makes an object of.
+    """The class of the object that ``config_cls.build()`` returns.
 
-    torchtitan keeps it in `_owner`, and offers no public way back from a config class to it.
+    torchtitan keeps it in ``_owner``, and has no public name for it.
     """
     assert config_cls._owner is not None, f"{config_cls.__qualname__} has no owner"
     return config_cls._owner
 
 
 def skip_final_sleep() -> None:
-    """Training then ends without the two seconds for which the first rank waits for the others:
-    the only use that `torchtitan.trainer` makes of `time.sleep`."""
+    """Let training end without the two seconds for which the first rank waits for the others.
+
+    That wait is the only use that ``torchtitan.trainer`` makes of ``time.sleep``.
+    """
     import torchtitan.trainer
 
     torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
@@ -93,7 +107,7 @@ def skip_final_sleep() -> None:
 def tensorboard_writers(logger: BaseLogger) -> list[SummaryWriter]:
     """The TensorBoard writers behind a metrics logger; none on ranks that do not log.
 
-    `LoggerContainer` keeps its loggers in `_loggers`, and only passes scalars on to them.
+    ``LoggerContainer`` keeps its loggers in ``_loggers``, and publicly passes scalars only.
     """
     loggers = getattr(logger, "_loggers", [])
     return [one.writer for one in loggers if isinstance(one, TensorBoardLogger)]
@@ -102,7 +116,7 @@ def tensorboard_writers(logger: BaseLogger) -> list[SummaryWriter]:
 def moe_layers(model_part: nn.Module) -> dict[str, MoE]:
     """The MoE modules of a model by name, in its order.
 
-    `canonical_fqn` takes out what checkpointing and compilation put between names.
+    ``canonical_fqn`` removes what activation checkpointing and compilation add to names.
     """
     return {
         canonical_fqn(name): module
@@ -112,7 +126,7 @@ def moe_layers(model_part: nn.Module) -> dict[str, MoE]:
 
 
 class _Recorded:
-    """A dispatcher's `dispatch`, of which others are told."""
+    """A dispatcher's ``dispatch`` that calls functions with what each call is given."""
 
     def __init__(self, replaced: Callable[..., Any] | None, dispatch: Callable[..., Any]) -> None:
         self.replaced = replaced  # of the dispatcher itself; None where its class has it
@@ -130,10 +144,12 @@ class _Recorded:
 def on_dispatch(
     moe: MoE, record: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Callable[[], None]:
-    """Call `record(ids_TK, scores_TK)` with what this rank's tokens selected, at every dispatch.
+    """Call ``record(ids_TK, scores_TK)`` with what this rank's tokens selected, at every dispatch.
 
-    Dispatchers are no modules, and have no hooks. Returns a function that ends it; where several
-    record, these may be called in any order.
+    Dispatchers are no modules and have no hooks.
+
+    Returns:
+        A function that ends it. Where several record, these may be called in any order.
     """
     dispatcher = moe.routed_experts.token_dispatcher
     recorded = dispatcher.dispatch
@@ -144,7 +160,7 @@ def on_dispatch(
 
     def undo() -> None:
         recorded.records.remove(record)
-        # What another tool has laid over it since stays, and goes through it.
+        # A function that another tool has put in its place since stays there, and calls this one.
         if recorded.records or dispatcher.dispatch is not recorded:
             return
         if recorded.replaced is None:
@@ -156,11 +172,11 @@ def on_dispatch(
 
 
 def shared_experts_meanwhile(moe: MoE) -> Callable[[], None]:
-    """A function that computes the shared experts of a layer on what its forward was given, for it
-    to take up afterwards. For layers with shared experts, not compiled.
+    """A function that computes the shared experts of a layer ahead of its forward, which then
+    takes the result. For layers with shared experts that are not compiled.
 
-    `MoE.forward` calls its routed experts first, and its shared experts on the same input then;
-    where parallelized, both calls are bound to the modules' own `forward`.
+    ``MoE.forward`` calls its routed experts first, and then its shared experts on the same input;
+    where parallelized, both calls are bound to the ``forward`` of the modules.
     """
     shared = moe.shared_experts
     forward = shared.forward
@@ -186,11 +202,15 @@ def around_checkpoints(
     in_model_order: Callable[[], AbstractContextManager],
     after_loading: Callable[[], None],
 ) -> None:
-    """Save and load checkpoints within `in_model_order()`.
+    """Save and load checkpoints within ``in_model_order()``.
 
-    Whether a step is to be saved is known to `_should_save` alone, and `_save` reads parameters
+    ``_should_save`` alone knows whether a step is to be saved, and ``_save`` reads parameters
     before it calls anything public. Staging in the background must end before parameters change.
-    Its class has passed `check_checkpoints`.
+
+    Args:
+        checkpointer: of a class that has passed ``check_checkpoints``.
+        in_model_order: a context within which experts are in the model's own order.
+        after_loading: is called after a checkpoint was loaded.
     """
     save, load = checkpointer._save, checkpointer.load
 
@@ -213,7 +233,7 @@ def around_checkpoints(
 
 
 def check_checkpoints(checkpointer_cls: type) -> None:
-    """Whether `around_checkpoints` knows how a class saves and loads.
+    """Check that ``around_checkpoints`` knows how a class saves and loads.
 
     Raises:
         ValueError: it does not.
@@ -243,8 +263,8 @@ def token_dispatchers(model_parts: list[nn.Module]) -> list[AllToAllTokenDispatc
 def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) -> None:
     """Count the bytes that a dispatcher sends under "dispatch" and "combine", backward included.
 
-    The three all-to-alls are private methods; `dispatch` and `combine` themselves do not tell how
-    many rows cross. Rows are not counted within graphs that torch.compile has made of them.
+    The three all-to-alls are private methods; ``dispatch`` and ``combine`` do not return how many
+    rows are sent. Rows are not counted within graphs of ``torch.compile``.
     """
     rank, world_size = dispatcher.ep_mesh.get_local_rank(), dispatcher.ep_mesh.size()
     exchange_counts = dispatcher._token_count_exchange
@@ -267,7 +287,7 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
             if pending_collectives() > pending:  # not replayed by activation checkpointing
                 add(name, rows, sent)
             if out.requires_grad:
-                # The gradient goes back the way that its rows came.
+                # The gradient is sent back along the path of its rows.
                 out.register_hook(lambda grad: add(name, grad, received))
             return out
 
@@ -287,3 +307,37 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
     dispatcher._token_count_exchange = counted_counts
     dispatcher._dispatch_token_exchange = counted("dispatch", exchange_dispatch)
     dispatcher._combine_token_exchange = counted("combine", exchange_combine)
+
+
+class ReorderingTokenDispatcher(AllToAllTokenDispatcher):
+    """An ``AllToAllTokenDispatcher`` whose subclasses change the order in which rows are sent.
+
+    Rows are sorted in ``_local_reorder`` alone, between the public ``dispatch`` and the exchange.
+    """
+
+    def reordered(
+        self, topk_expert_ids_TK: Tensor, rows_ND: Tensor, scores_N: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows in another order, the place of each in the order of experts, and their scores.
+
+        Args:
+            topk_expert_ids_TK: (T, K) the experts that tokens select.
+            rows_ND, scores_N: (N, D) and (N,) sorted by expert, N = T * K.
+        """
+        raise NotImplementedError
+
+    def _local_reorder(
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows_ND, _, scores_N = super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        return self.reordered(topk_expert_ids_TK, rows_ND, scores_N)
+
+
+def wrap_parameter_initialization(
+    wrap: Callable[[Callable[[Module], None]], Callable[[Module], None]],
+) -> None:
+    """Replace the method by which a module initializes its own parameters by ``wrap`` of it.
+
+    The public ``init_states`` initializes the children of a module as well.
+    """
+    Module._init_self_parameters = wrap(Module._init_self_parameters)

@@ -1,31 +1,28 @@
-"""Trains from a TOML file: `torchrun ... -m torchtitan_ext.train --job.config_file x.toml`.
+"""Trains from a TOML file: ``torchrun ... -m torchtitan_ext.train --job.config_file x.toml``.
 
-Any flag of torchtitan may follow and overrides the file. `--print-config` prints the result as
-TOML instead of training, with or without torchrun. With `--module M --config fn` a Python config
-function takes the file's place.
+Any flag of torchtitan may follow and overrides the file. ``--print-config`` prints the result as
+TOML instead of training, with or without torchrun. With ``--module M --config fn`` a Python config
+function replaces the file.
 """
 
 import sys
 from typing import Any
 
+import torchtitan.train
+from torchtitan.config import ConfigManager
+
+from torchtitan_ext import compat
+from torchtitan_ext.checking import check_alone
+from torchtitan_ext.launch import is_first_rank, prepared
+from torchtitan_ext.toml.load import to_toml
+
 
 def main() -> None:
-    """Run torchtitan's training on the file and the flags in `sys.argv`.
+    """Run torchtitan's training on the file and the flags in ``sys.argv``.
 
-    Exits with code 2 and a short message, on every rank, where one of them is wrong on any.
+    Where one of them is wrong on any rank, all ranks print a short message and exit with code 2.
     """
-    from torchtitan_ext import compat, cpu
-
     compat.apply()
-    cpu.apply()
-
-    import torchtitan.train
-    from torchtitan.config import ConfigManager
-
-    from torchtitan_ext.checking import check_alone
-    from torchtitan_ext.launch import is_first_rank, prepared
-    from torchtitan_ext.toml.load import to_toml
-
     args = [arg for arg in sys.argv[1:] if arg != "--print-config"]
     print_config = len(args) < len(sys.argv) - 1
     if not any(arg.partition("=")[0] == "--module" for arg in args):
@@ -33,7 +30,7 @@ def main() -> None:
     sys.argv[1:] = args
 
     def prepare() -> Any:
-        # torchtitan parses once more; only here is a wrong job told from a failed training.
+        # torchtitan parses again. Only here can a wrong job be distinguished from a failed one.
         config = ConfigManager().parse_args()
         check_alone(config, is_first_rank=is_first_rank())
         return config

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from narrowcast.attribution import counted_by_caller
 from narrowcast.errors import SettingsError
-from narrowcast.fsdp2 import ParamGroup, param_groups, why_no_groups
+from narrowcast.fsdp2 import ParamGroup, param_groups, shard_world_sizes
 
 
 def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
@@ -24,8 +26,46 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
         raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:
-        raise ValueError(why_no_groups(*models))
+        raise ValueError(_why_no_groups(models))
     return groups
+
+
+def _why_no_groups(models: list[nn.Module]) -> str:
+    """Why the models have no sharded parameter group, and what to do about it."""
+    modules = [module for model in models for module in model.modules()]
+    world_sizes = shard_world_sizes(*models)
+    if None in world_sizes:
+        return (
+            "the model's parameters are replicated on every rank, and not sharded: nothing is "
+            "gathered that could be narrowed. Call torch.distributed.fsdp.fully_shard in the place "
+            "of replicate"
+        )
+    if world_sizes:
+        return (
+            "fully_shard was given a mesh of 1 rank for every parameter of the model: nothing is "
+            "gathered that could be narrowed. Shard over 2 ranks or more (in torchtitan: "
+            "parallelism.data_parallel_shard_degree is 1 here, or -1 with as many ranks as the "
+            "other degrees take)"
+        )
+    if any(isinstance(module, FSDPModule) for module in modules):
+        return (
+            "fully_shard was applied to modules without parameters of their own: apply it to those "
+            "that have some"
+        )
+    if any(type(module).__name__.startswith("SimpleFSDP") for module in modules):
+        return (
+            "the model is sharded by torchtitan's SimpleFSDP (graph_trainer), whose gathers are "
+            "part of a compiled graph: narrowcast narrows those of FSDP2 alone. Train it with "
+            "torchtitan's own trainer, or switch narrowcast off"
+        )
+    return (
+        "the model was not sharded by FSDP2: call torch.distributed.fsdp.fully_shard on it first"
+        + (
+            " (its parameters are DTensors, sharded by other means, such as tensor parallelism)"
+            if any(isinstance(p, DTensor) for model in models for p in model.parameters())
+            else ""
+        )
+    )
 
 
 def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -44,7 +44,8 @@ class NarrowedModel:
             leaves baseline FSDP2 in place, since no entropy coder runs on the device.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
-            call ``ledger.end_step()`` yourself.
+            call ``ledger.end_step()`` yourself. Rates of change and shares of zero gradients are
+            counted every ``ledger.sample_interval`` steps, which you may set (10; 0: never).
     """
 
     def __init__(

@@ -1,16 +1,28 @@
-"""All that narrowcast touches of torch beyond its public API, in one place (seen in torch 2.13.0).
+"""Every private name of torch that narrowcast uses, with the reason.
 
-FSDP2 has a public setter for a custom all-gather, ``FSDPModule.set_custom_all_gather``, but it
-refuses modules of several parameter groups (as torchtitan makes them with expert parallelism), does
-not recurse, and offers no way back or to know which parameter lies where in the gathered buffer.
-Hence ``_get_fsdp_state()``, ``FSDPParamGroup`` and ``FSDPParam``.
+All were seen in torch 2.13.0, 2.14.0 and 2.15.0.
 
-Collectives that nobody else counts are counted by replacing functions of ``torch.distributed`` for
-as long as a ledger runs (``collectives``): there is no public hook that sees them.
+``_get_fsdp_state``, ``FSDPParamGroup``, ``FSDPParam``: FSDP2 has public setters for custom
+collectives (``FSDPModule.set_custom_all_gather``, ``set_custom_reduce_scatter``), but they refuse
+modules of several parameter groups, which torchtitan makes for expert parallelism; they do not
+recurse, cannot be undone, and do not report which parameter lies where in the gathered buffer.
+
+``_functional_collectives``: ``torch.distributed`` has no hook that sees every collective. To count
+them, functions are replaced while a ledger runs (``telemetry.collectives``), DTensor's among them.
+
+``distributed_c10d``: the store and the process groups of the job have no public getters.
+
+``local_shape_and_offset``: ``DTensor`` has no public method that reports other ranks' parts.
+
+What a parameter group gathers and what it reduces are laid out differently. The gathered buffer
+holds all parameters in the order of ``fsdp_params``, as bytes where their dtypes differ, which
+``MixedPrecisionPolicy.param_dtype_override_fn`` (2.15) makes common. The reduced buffer leaves out
+parameters without gradients and is sorted by the dtype of the gradients (2.15), which follows
+``grad_dtype`` where the policy has no ``reduce_dtype`` (2.15; the gathered dtype before). Hence no
+code looks for a parameter in a reduced buffer.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -32,8 +44,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset as local_shape_and_offset,
+)
 
 __all__ = [
     "SENDING_METHODS",
@@ -45,15 +58,24 @@ __all__ = [
     "close_connections",
     "default_store",
     "functional_collectives",
+    "functional_operators",
     "is_default",
+    "local_shape_and_offset",
     "param_groups",
-    "reduction",
-    "rows_by_rank",
-    "why_no_groups",
+    "process_group_of",
+    "set_timeout",
+    "shard_world_sizes",
     "world_size_of",
 ]
 
-# In which FSDP2 starts all collectives of a parameter group: its first argument.
+functional_operators = torch.ops._c10d_functional
+
+# The public ``torch.distributed.set_timeout`` came with torch 2.14.
+set_timeout: Callable[..., None] = (
+    dist.set_timeout if hasattr(dist, "set_timeout") else dist.distributed_c10d._set_pg_timeout
+)
+
+# The methods of a parameter group, their first argument, in which FSDP2 starts its collectives.
 SENDING_METHODS = ((FSDPParamGroup, "unshard"), (FSDPParamGroup, "post_backward"))
 
 _WRAPPER_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
@@ -64,9 +86,9 @@ class ShardedParam:
     """One parameter of a group as it is gathered.
 
     Attributes:
-        name: in the model.
-        numel: elements of the padded shard.
-        dtype: that of mixed precision where there is one.
+        name: The parameter's name in the model.
+        numel: Number of elements of the padded shard.
+        dtype: The dtype in which it is gathered, after mixed precision.
     """
 
     name: str
@@ -78,12 +100,12 @@ class ShardedParam:
 class ParamGroup:
     """One FSDP2 parameter group: the parameters that are gathered by one all-gather.
 
-    FSDP2 lets a model be cast, moved and materialised after it was sharded, until it is first used.
-    So all but the names is read when it is asked for.
+    FSDP2 lets a model be cast, moved and materialised after it was sharded, until its first use.
+    Hence everything but the names is read from FSDP2's object each time.
 
     Attributes:
-        name: of the module it belongs to.
-        names: of the parameters, in the order in which they lie in the gathered buffer.
+        name: The name of the module that the group belongs to.
+        names: The names of the parameters, in the order in which the gathered buffer holds them.
     """
 
     name: str
@@ -91,7 +113,7 @@ class ParamGroup:
     _group: FSDPParamGroup
 
     def is_same_as(self, other: "ParamGroup") -> bool:
-        """Whether both are of one group of FSDP2's."""
+        """Whether both stand for the same group of FSDP2."""
         return self._group is other._group
 
     @property
@@ -101,20 +123,22 @@ class ParamGroup:
 
     @property
     def device(self) -> torch.device:
+        """The device on which the parameters are gathered."""
         return self._group.device
 
     @property
     def in_backward(self) -> bool:
-        """Whether parameters are gathered for a backward."""
+        """Whether the parameters are being gathered for backward."""
         return self._group._training_state == TrainingState.PRE_BACKWARD
 
     @property
     def root(self) -> object:
-        """The same for all parameter groups of a model, from its first forward on."""
+        """An object that all parameter groups of a model share from its first forward on."""
         return self._group.comm_ctx
 
     @property
     def all_gather(self) -> AllGather:
+        """The object by which FSDP2 gathers the group's parameters."""
         return self._group._all_gather_comm
 
     @all_gather.setter
@@ -123,6 +147,7 @@ class ParamGroup:
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
+        """The object by which FSDP2 reduces the group's gradients, without its observers."""
         comm = self._group._reduce_scatter_comm
         return comm.inner if isinstance(comm, ObservedReduceScatter) else comm
 
@@ -156,8 +181,12 @@ class ParamGroup:
         return end
 
     def guard_reduction(self, guard: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Runs all that FSDP2 does with the group's gradients within ``guard()``, its all-reduce
-        over replicas too, until ``unguard_reduction``; ``False`` if it does so already."""
+        """Runs FSDP2's reduction of the group's gradients within ``guard()`` until
+        ``unguard_reduction``: the reduce-scatter and the all-reduce over replicas.
+
+        Returns:
+            Whether it was unguarded before; a guard that is there stays.
+        """
         group = self._group
         if "post_backward" in vars(group):
             return False
@@ -170,15 +199,17 @@ class ParamGroup:
         return True
 
     def unguard_reduction(self) -> None:
+        """Ends what ``guard_reduction`` began."""
         del self._group.post_backward
 
     @property
     def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters, in the order of ``names``."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     @property
     def params(self) -> tuple[ShardedParam, ...]:
-        """The parameters in the order in which they lie in the gathered buffer."""
+        """The parameters in the order of ``names``."""
         return tuple(
             ShardedParam(name, param.padded_sharded_param_size.numel(), _gathered_dtype(param))
             for name, param in zip(self.names, self._group.fsdp_params, strict=True)
@@ -186,7 +217,8 @@ class ParamGroup:
 
     @property
     def resharded_params(self) -> tuple[ShardedParam, ...]:
-        """The same after a forward, over the smaller groups of an int ``reshard_after_forward``."""
+        """The parameters as they are gathered again over the smaller process group that an integer
+        ``reshard_after_forward`` makes; valid between forward and backward."""
         return tuple(
             replace(info, numel=param._sharded_post_forward_param_data.numel())
             for info, param in zip(self.params, self._group.fsdp_params, strict=True)
@@ -194,25 +226,30 @@ class ParamGroup:
 
     @property
     def numels(self) -> list[int]:
-        """Elements of each parameter's padded shard, in the order of ``params``."""
+        """Number of elements of each parameter's padded shard, in the order of ``names``."""
         return [param.numel for param in self.params]
 
     @property
     def shard_bytes(self) -> int:
-        """Of the padded shards of all parameters, as they are gathered."""
+        """Bytes of the padded shards of all parameters, as they are gathered."""
         return sum(param.numel * param.dtype.itemsize for param in self.params)
+
+    def num_values(self, shard: Tensor) -> int:
+        """Number of elements of the parameters in a flat shard, whole or resharded, as typed values
+        or as bytes, as which FSDP2 gathers shards of several dtypes."""
+        return sum(self.numels) * shard.nbytes // max(self.shard_bytes, 1)
 
     @torch.no_grad()
     def piece(self, index: int, start: int, stop: int) -> Tensor:
-        """Values ``start`` to ``stop`` of the padded shard of parameter ``index``, as they will be
-        gathered: a fresh copy."""
+        """A copy of the values ``start`` to ``stop`` of the padded shard of parameter ``index``, on
+        the device and in the dtype in which they are gathered."""
         param = self._group.fsdp_params[index]
         data = param._sharded_param_data[start:stop]
         return data.to(device=self.device, dtype=_gathered_dtype(param), copy=True)
 
     @torch.no_grad()
     def shard(self) -> Tensor:
-        """This rank's padded shards as they will be gathered: cast, flat, uint8, a fresh copy."""
+        """A copy of this rank's padded shards as they are gathered: cast, flat, as uint8."""
         pieces = [
             param._sharded_param_data.to(self.device).to(_gathered_dtype(param)).view(torch.uint8)
             for param in self._group.fsdp_params
@@ -253,22 +290,23 @@ class ObservedReduceScatter(ReduceScatter):
 
 
 def _gathered_dtype(param: FSDPParam) -> torch.dtype:
-    """As FSDP2 will set it before the first use, from what the parameter is by then."""
+    """The dtype that FSDP2 sets before the first use, which may follow a cast of the model. The
+    policy is the group's up to torch 2.14, and the parameter's own since 2.15."""
     dtype, wanted = param.sharded_param.dtype, param.mp_policy.param_dtype
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
 def default_store() -> dist.Store:
-    """The store by which the ranks of this job have found each other."""
+    """The store through which the ranks of this job found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def close_connections() -> None:
-    """Closes this rank's gloo connections to all others, so that whoever waits for it, in whatever
-    collective of whatever process group, gets an error at once. No group works afterwards.
+    """Closes this rank's gloo connections to all other ranks, so that any rank that waits for it in
+    any collective of any process group fails at once. No process group works afterwards.
 
-    gloo has no call for that (torch 2.13: ``abort()`` and ``shutdown()`` release nobody); but a
-    receive that times out closes all connections of its group. One from a rank whose connection is
+    gloo has no call for that: ``abort()`` and ``shutdown()`` release nobody. But a receive that
+    times out closes all connections of its process group, and one from a rank whose connection is
     closed already fails at once.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -286,7 +324,7 @@ _UNUSED_TAG = 0x6E617263  # nobody sends with it
 
 
 def is_default(comm: AllGather | ReduceScatter) -> bool:
-    """Whether a collective is the one that FSDP2 gives every group."""
+    """Whether a collective is the one that FSDP2 gives every parameter group."""
     return type(comm) in (DefaultAllGather, DefaultReduceScatter)
 
 
@@ -294,64 +332,34 @@ def param_groups(*models: nn.Module) -> list[ParamGroup]:
     """Every FSDP2 parameter group of the models that is sharded over more than one rank, once.
 
     Raises:
-        ValueError: a parameter brings an all-gather extension of its own.
+        ValueError: A parameter has an all-gather extension of its own.
     """
     groups: dict[int, ParamGroup] = {}
     for model in models:
-        names = {id(module): _plain_name(name) for name, module in model.named_modules()}
-        for module in model.modules():
-            if not isinstance(module, FSDPModule):
-                continue
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                sharded = isinstance(group.mesh_info, FSDPMeshInfo)
-                if id(group) in groups or not sharded or group.mesh_info.shard_mesh_size == 1:
-                    continue
-                held = tuple(_name_of(param, names) for param in group.fsdp_params)
-                groups[id(group)] = ParamGroup(names[id(module)] or "(root)", held, group)
+        names = {id(module): _unwrapped_name(name) for name, module in model.named_modules()}
+        for module, group in _groups_of(model):
+            if id(group) not in groups and _shard_world_size(group) not in (None, 1):
+                params = tuple(_name_of(param, names) for param in group.fsdp_params)
+                groups[id(group)] = ParamGroup(names[id(module)] or "(root)", params, group)
     return list(groups.values())
 
 
-def why_no_groups(*models: nn.Module) -> str:
-    """What is so of models of which ``param_groups`` finds none, and what to do."""
-    modules = [module for model in models for module in model.modules()]
-    groups = [
-        group
-        for module in modules
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
-    if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
-        return (
-            "the model's parameters are replicated on every rank, and not sharded: nothing is "
-            "gathered that could be narrowed. Call torch.distributed.fsdp.fully_shard in the place "
-            "of replicate"
-        )
-    if groups:
-        return (
-            "fully_shard was given a mesh of 1 rank for every parameter of the model: nothing is "
-            "gathered that could be narrowed. Shard over 2 ranks or more (in torchtitan: "
-            "parallelism.data_parallel_shard_degree is 1 here, or -1 with as many ranks as the "
-            "other degrees take)"
-        )
-    if any(isinstance(module, FSDPModule) for module in modules):
-        return (
-            "fully_shard was applied to modules without parameters of their own: apply it to those "
-            "that have some"
-        )
-    if any(type(module).__name__.startswith("SimpleFSDP") for module in modules):
-        return (
-            "the model is sharded by torchtitan's SimpleFSDP (graph_trainer), whose gathers are "
-            "part of a compiled graph: narrowcast narrows those of FSDP2 alone. Train it with "
-            "torchtitan's own trainer, or switch narrowcast off"
-        )
-    return (
-        "the model was not sharded by FSDP2: call torch.distributed.fsdp.fully_shard on it first"
-        + (
-            " (its parameters are DTensors, sharded by other means, such as tensor parallelism)"
-            if any(isinstance(p, DTensor) for model in models for p in model.parameters())
-            else ""
-        )
-    )
+def shard_world_sizes(*models: nn.Module) -> list[int | None]:
+    """Over how many ranks each FSDP2 parameter group of the models is sharded; ``None`` where its
+    parameters are replicated instead."""
+    return [_shard_world_size(group) for model in models for _, group in _groups_of(model)]
+
+
+def _groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield module, group
+
+
+def _shard_world_size(group: FSDPParamGroup) -> int | None:
+    mesh_info = group.mesh_info
+    return mesh_info.shard_mesh_size if isinstance(mesh_info, FSDPMeshInfo) else None
 
 
 def _name_of(param: FSDPParam, names: dict[int, str]) -> str:
@@ -366,62 +374,15 @@ def _name_of(param: FSDPParam, names: dict[int, str]) -> str:
     return name
 
 
-def _plain_name(name: str) -> str:
+def _unwrapped_name(name: str) -> str:
     for wrapper in _WRAPPER_NAMES:
         name = name.replace(wrapper, "")
     return name
 
 
-def reduction(
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> tuple[float, int]:
-    """What each contribution is multiplied by, and their sum divided by, as the group's own
-    backend would for this operation.
-
-    Raises:
-        ValueError: it is none that FSDP2 asks for.
-    """
-    if op == dist.ReduceOp.SUM:
-        return 1, 1
-    if op == dist.ReduceOp.AVG:
-        # NCCL multiplies floats before it sums (ncclAvg is a PreMulSum); gloo divides the sum.
-        is_nccl = dist.get_backend(group) == dist.Backend.NCCL
-        return (1 / group.size(), 1) if is_nccl else (1, group.size())
-    if op == dist.ReduceOp.PREMUL_SUM:
-        return op.factor, 1  # not documented
-    raise ValueError(f"reduce operation {op}; allowed: SUM, AVG, PREMUL_SUM")
-
-
-def rows_by_rank(tensor: DTensor) -> dict[int, range]:
-    """Which rows (dimension 0) lie on which global ranks, this one among them.
-
-    Only ranks that hold the same part of the other dimensions, and are of the same replica. Each
-    holds consecutive rows, be it by expert parallelism, by FSDP, or by one within the other.
-    `DTensor` tells a rank its own part alone.
-    """
-    mesh, placements = tensor.device_mesh, tensor.placements
-    mine = mesh.get_coordinate()
-    assert mine is not None, "this rank holds no part of the tensor"
-    split = [
-        dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) == 0
-    ]
-    rows = {}
-    for coordinate in itertools.product(*(range(mesh.size(dim)) for dim in split)):
-        there = list(mine)
-        for dim, index in zip(split, coordinate, strict=True):
-            there[dim] = index
-        shape, offset = _compute_local_shape_and_global_offset(
-            tensor.shape, mesh.shape, there, placements
-        )
-        rows[int(mesh.mesh[tuple(there)])] = range(offset[0], offset[0] + shape[0])
-    held = sorted((r for r in rows.values() if len(r)), key=lambda r: r.start)
-    covered = [row for part in held for row in part]
-    assert covered == list(range(tensor.shape[0])), f"rows of {placements} are not consecutive"
-    return rows
-
-
 class WorkThatFinishes(dist._Work):
-    """A pending collective whose ``wait`` also runs ``finish``, once. FSDP2 waits in copy-out."""
+    """A pending collective whose first ``wait`` runs ``finish``. FSDP2 waits before it copies the
+    gathered parameters out."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
         super().__init__()
@@ -441,20 +402,25 @@ def start_all_to_all(
     group: dist.ProcessGroup,
     on_sent: Callable[[], None],
 ) -> Tensor:
-    """Starts an all-to-all of rows: `sent[r]` consecutive ones go to rank r of the group.
+    """Starts an all-to-all of rows: ``sent[r]`` consecutive ones go to rank r of the group.
 
-    The operator under `torch.distributed._functional_collectives`, whose wrapper waits at the first
-    use of what it returns, a use that autograd's functions do not see. torchtitan's selective
-    activation checkpointing knows it by name, and gives what it has kept in the place of another.
+    It calls the operator below ``torch.distributed._functional_collectives``, whose wrapper waits
+    at the first use of its result, and autograd's functions do not see such a use. torchtitan's
+    selective activation checkpointing knows the operator by name, and may return a saved result
+    instead of sending anything.
 
     Args:
-        on_sent: is called if something was sent.
+        rows: The rows to send, ordered by receiver.
+        received: Number of rows from each rank of the group.
+        sent: Number of rows to each rank of the group.
+        group: The ranks that take part.
+        on_sent: Is called if rows were sent.
 
     Returns:
-        What arrives, not to be read before `finish_all_to_all`.
+        The received rows, which must not be read before ``finish_all_to_all``.
     """
     pending = pending_collectives()
-    arriving = torch.ops._c10d_functional.all_to_all_single(
+    arriving = functional_operators.all_to_all_single(
         rows.contiguous(), received, sent, group.group_name
     )
     if pending_collectives() > pending:
@@ -463,23 +429,27 @@ def start_all_to_all(
 
 
 def pending_collectives() -> int:
-    """How many functional collectives were started and not waited for."""
+    """Number of functional collectives that were started and not waited for."""
     return _get_work_registry_size()
 
 
 def finish_all_to_all(pending: Tensor) -> Tensor:
-    """Waits for what `start_all_to_all` started."""
-    return torch.ops._c10d_functional.wait_tensor(pending)
+    """Waits for an all-to-all that ``start_all_to_all`` started, and returns the received rows."""
+    return functional_operators.wait_tensor(pending)
+
+
+def process_group_of(group: Any) -> dist.ProcessGroup:
+    """The process group that a functional collective is given, by name, ranks, mesh or itself."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    return _resolve_process_group(functional_collectives._resolve_group_name(group))
 
 
 def world_size_of(group: Any) -> int:
-    """Ranks of what a collective takes as its group."""
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return dist.get_world_size(group)
-    name = functional_collectives._resolve_group_name(group)
-    return _resolve_process_group(name).size()
+    """Number of ranks of what a collective is given as its group, where ``None`` is all ranks."""
+    return dist.get_world_size(group if group is None else process_group_of(group))
 
 
 def parameter_group(sender: FSDPParamGroup) -> ParamGroup:
-    """Of FSDP2's own object: who it is, without what it holds."""
+    """The parameter group for FSDP2's own object, without names."""
     return ParamGroup("", (), sender)

@@ -85,7 +85,7 @@ class NarrowedGradients:
             comm.group.reduce_scatter = comm.plain
         for group in self._guarded:
             group.unguard_reduction()
-        self._comms, self._guarded = [], []  # a second call must not touch what is narrowed again
+        self._comms, self._guarded = [], []  # a second call leaves a later handle alone
         if self._counted is not None:
             self._counted.remove()
 

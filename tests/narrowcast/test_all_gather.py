@@ -1,6 +1,7 @@
 """Narrowed training is plain FSDP2 training, to the bit: losses, parameters, optimizer states."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -25,6 +26,11 @@ COMPRESSIONS = {
     "some": {"compression": "delta", "parameters": ["*experts*", "*.router.*"]},
     "verified": {"compression": "delta", "verify_interval": 1},
 }
+MIXED_DTYPES = {
+    "frozen": (torch.int64, torch.float16, torch.uint8, torch.float32),
+    "gathered": None,
+    "dtype": torch.bfloat16,
+}
 MODES = {
     "mixed fp16": {"gathered": torch.float16},
     "mixed fp32": {"gathered": torch.float32},
@@ -43,10 +49,16 @@ MODES = {
     "recomputed": {"checkpointing": True},
     "compiled": {"backend": "aot_eager"},
     "hsdp": {"replicas": 2},
-    "mixed dtypes": {
-        "frozen": (torch.int64, torch.float16, torch.uint8, torch.float32),
-        "gathered": None,
-        "dtype": torch.bfloat16,
+    "mixed dtypes": MIXED_DTYPES,
+    "many at once": {
+        **MIXED_DTYPES,
+        "replicas": 2,
+        "microbatches": 2,
+        "synced": False,
+        "expert_shard_dim": 1,
+        "checkpointing": True,
+        "async_unshard": True,
+        "prefetch": True,
     },
 }
 
@@ -80,23 +92,37 @@ def _assert_trains_as_plain(ranks: Ranks, setup: Setup, *compressions: str) -> N
     assert differing == [[]] * len(differing)
 
 
-@pytest.mark.parametrize(
-    "gathered", wide_but([torch.bfloat16, torch.float16, torch.float32], torch.bfloat16)
-)
-def test_every_compression_trains_as_plain(ranks, gathered: torch.dtype) -> None:
-    _assert_trains_as_plain(ranks(4), Setup(gathered=gathered), *COMPRESSIONS)
+# Modes of FSDP2 and compressions do not know of each other: each compression runs in one mode, on
+# as many ranks as divide nothing; each mode with one compression; and one case mixes many.
+JOBS = {
+    "3 ranks": (3, torch.bfloat16),
+    "2 ranks": (2, torch.bfloat16),
+    "4 ranks": (4, torch.bfloat16),
+    "3 ranks, fp16": (3, torch.float16),
+    "3 ranks, fp32": (3, torch.float32),
+}
+
+
+@pytest.mark.parametrize("job", wide_but(JOBS, "3 ranks"))
+def test_every_compression_trains_as_plain(ranks, job: str) -> None:
+    world_size, gathered = JOBS[job]
+    _assert_trains_as_plain(ranks(world_size), Setup(gathered=gathered), *COMPRESSIONS)
+
+
+def _in_mode(ranks: Callable[[int], Ranks], mode: str, *compressions: str) -> None:
+    setup = replace(Setup(), **MODES[mode])
+    world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2
+    _assert_trains_as_plain(ranks(world_size), setup, *compressions)
 
 
 @pytest.mark.parametrize("mode", wide_but(MODES, *ALWAYS))
 def test_every_mode_of_fsdp_trains_as_plain(ranks, mode: str) -> None:
-    setup = replace(Setup(), **MODES[mode])
-    world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2
-    _assert_trains_as_plain(ranks(world_size), setup, "delta", "exponent", "blocks-hash")
+    _in_mode(ranks, mode, "delta")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_world_size_trains_as_plain(ranks, world_size: int) -> None:
-    _assert_trains_as_plain(ranks(world_size), Setup(), *COMPRESSIONS)
+@pytest.mark.parametrize("mode", wide_but(MODES, "many at once"))
+def test_caches_of_exponents_train_as_plain_in_every_mode_of_fsdp(ranks, mode: str) -> None:
+    _in_mode(ranks, mode, "exponent", "blocks-hash")
 
 
 def test_per_block_inductor_trains_as_plain(ranks) -> None:
@@ -104,7 +130,7 @@ def test_per_block_inductor_trains_as_plain(ranks) -> None:
 
 
 def _differing_in_short_runs(setup: Setup, compressions: dict[str, dict]) -> list[str]:
-    with patch.object(chunks, "MAX_CHUNK_VALUES", 100):
+    with patch.object(chunks, "MAX_CHUNK_VALUES", 500):
         return _differing(setup, compressions)
 
 

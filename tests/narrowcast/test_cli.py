@@ -286,7 +286,7 @@ def test_without_matplotlib_a_heat_map_tells_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     show = ("placement", "show", trace_file, placement_file)
     error = error_of(capsys, *show, "--heatmap", tmp_path / "heat.png")
-    assert "pip install narrowcast[plots]" in error
+    assert "pip install 'narrowcast[plots]'" in error
     assert main([*map(str, show)]) == 0
 
 

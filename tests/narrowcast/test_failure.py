@@ -49,31 +49,28 @@ def _tracing(on_place: Callable[[Place], None], every_line: bool) -> Iterator[No
     """Calls ``on_place`` for each function of the package, or each line, that is run where its
     exceptions are everybody's. What it raises is raised there."""
     together = errors.Job.together
-    depth = 0
 
     @contextmanager
-    def counted(*args: Any) -> Iterator[None]:
-        nonlocal depth
+    def traced(*args: Any) -> Iterator[None]:
+        outer = sys.gettrace()
         with together(*args):
-            depth += 1
+            sys.settrace(trace)  # here alone: it slows down all that is called
             try:
                 yield
             finally:
-                depth -= 1
+                sys.settrace(outer)
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable | None:
-        if not depth or not frame.f_code.co_filename.startswith(_PACKAGE):
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
             return None
         if event == ("line" if every_line else "call"):
             on_place((frame.f_code.co_filename, frame.f_lineno))
         return trace if every_line else None
 
-    errors.Job.together = counted
-    sys.settrace(trace)
+    errors.Job.together = traced
     try:
         yield
     finally:
-        sys.settrace(None)
         errors.Job.together = together
 
 

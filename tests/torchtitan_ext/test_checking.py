@@ -21,11 +21,12 @@ from narrowcast.placement.trace import RoutingTrace
 from tests.ranks import Raised
 from tests.torchtitan_ext.test_placement import EP2, LAYERS, TRACE, _placement, _toml
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, build
-from torchtitan_ext import checking, placing
+from torchtitan_ext import checking
 from torchtitan_ext.checking import check_alone
-from torchtitan_ext.dispatching import deduplicating
+from torchtitan_ext.dispatch.hooks import deduplicating
 from torchtitan_ext.job import Job
-from torchtitan_ext.tracing import describe, describe_job
+from torchtitan_ext.placement import planner
+from torchtitan_ext.routed_model import RoutedModel
 
 ENOUGH = ("--training.local_batch_size", "16")
 WATCH = (*EP2, "--narrowcast.placement.after_steps")
@@ -210,9 +211,12 @@ def _names(toml: str, *flags: str) -> dict[str, Any]:
 
     def compare(trainer: Any) -> None:
         job = Job(deduplicating(trainer.config), trainer.parallel_dims)
-        known["before"] = describe_job(job, "x"), {name for name, _ in job.model.named_parameters()}
+        known["before"] = (
+            RoutedModel.of_job(job, "x"),
+            {name for name, _ in job.model.named_parameters()},
+        )
         params = [param for group in param_groups(*trainer.model_parts) for param in group.params]
-        known["then"] = describe(trainer, "x"), {param.name for param in params}
+        known["then"] = RoutedModel.of_trainer(trainer, "x"), {param.name for param in params}
 
     build(toml, *flags, then=compare)
     return known
@@ -266,7 +270,7 @@ def _plan_where_one_fails(toml: str, *flags: str) -> None:
             raise MemoryError("too much")
         return SimpleNamespace(experts_E=torch.arange(8))
 
-    with patch.object(placing, "plan_layer", plan_layer):
+    with patch.object(planner, "plan_layer", plan_layer):
         build(toml, *flags)
 
 

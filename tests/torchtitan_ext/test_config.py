@@ -21,7 +21,8 @@ from torchtitan_ext import (
     VolumeConfig,
     with_narrowcast,
 )
-from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
+from torchtitan_ext.metrics import MetricsPlugin
+from torchtitan_ext.plugin import TrainerPlugin
 from torchtitan_ext.toml import reference
 
 DOCS = Path(__file__).parents[2] / "docs" / "toml.md"

@@ -189,7 +189,7 @@ def test_a_folder_of_something_else_is_kept_whatever_its_stamp(small, tmp_path, 
 def test_a_damaged_line_is_named(tmp_path, line):
     good = b'{"name": "a", "text": "b"}\n'
     (tmp_path / "train.jsonl").write_bytes(good + line + b"\n" + good)
-    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: due is"):
+    with pytest.raises(ValueError, match=r"train\.jsonl, line 2: expected"):
         corpus.load_documents(str(tmp_path), part="train")
 
 

@@ -31,7 +31,7 @@ from tests.torchtitan_ext.test_placement import (
     _toml,
 )
 from tests.torchtitan_ext.tiny import Trained, build, train
-from torchtitan_ext.dispatching import count_dispatch, set_up_dispatch
+from torchtitan_ext.dispatch.hooks import count_dispatch, set_up_dispatch
 from torchtitan_ext.private import moe_layers
 
 DEDUPLICATED = ("--narrowcast.dispatch.deduplicate",)
@@ -114,7 +114,7 @@ def _wrong_expert(expert_id: int) -> str:
     """What a placed dispatcher raises where one rank's router names an expert so."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from torchtitan_ext.deduplicated_dispatch import DeduplicatingTokenDispatcher
+    from torchtitan_ext.dispatch.overrides import DeduplicatingTokenDispatcher
 
     dispatcher = DeduplicatingTokenDispatcher.Config(num_experts=4, top_k=2).build()
     dispatcher.wire_meshes(ep_mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
@@ -128,7 +128,7 @@ def _wrong_expert(expert_id: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, where"), (4, "slot 4, where")]
+    ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, but"), (4, "slot 4, but")]
 )
 def test_an_expert_that_cannot_be_is_told_on_every_rank(ranks, expert_id: int, named: str) -> None:
     """Under a placement, whose table of slots is no place to look such experts up."""
@@ -256,7 +256,7 @@ def test_what_cannot_work_is_refused_on_every_rank_alike(ranks, folder: Path) ->
     other = _refusal(ranks(2), folder, *EP2, config="other_experts")
     assert "the experts of layers.0.moe are OtherExperts" in other
     fused = "torchtitan.overrides.fused_swiglu.fused_grouped_experts"
-    ours = "torchtitan_ext.deduplicated_dispatch.experts"
+    ours = "torchtitan_ext.dispatch.overrides.experts"
     # Listed by hand as well, it is not listed twice.
     both = ("--override.imports", f"{fused},{ours}")
     assert f"'{fused}' and '{ours}' both claim" in _refusal(ranks(2), folder, *EP2, *both)

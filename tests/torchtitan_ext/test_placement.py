@@ -16,7 +16,7 @@ from narrowcast.placement.trace import RoutingTrace, load_trace
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, build, norms, train, train_plain, write_toml
-from torchtitan_ext import tracing
+from torchtitan_ext.traces import run as traces
 
 EP2 = ("--parallelism.expert_parallel_degree", "2")
 EP4 = ("--parallelism.expert_parallel_degree", "4")
@@ -326,10 +326,10 @@ def test_a_run_plans_from_a_trace(ranks, folder: Path) -> None:
 def test_a_trace_that_cannot_be_written_does_not_end_training(tmp_path, monkeypatch) -> None:
     """As of a router that names an expert twice, which torchtitan's own dispatch follows."""
     errors: list[str] = []
-    monkeypatch.setattr(tracing.logger, "error", errors.append)
+    monkeypatch.setattr(traces.logger, "error", errors.append)
     ids_LTK, one_T = torch.tensor([[[3, 3]]]), torch.ones(1, dtype=torch.int64)
     trace = RoutingTrace("m", ("layers.0.moe",), 8, 2, ids_LTK, one_T, one_T, one_T)
-    run = object.__new__(tracing.TraceRun)
+    run = object.__new__(traces.TraceRun)
     run._last, run._file = 1, tmp_path / "trace"
     run._watch = SimpleNamespace(trace=lambda **_: trace)
     run.after(1)

@@ -336,16 +336,24 @@ def _parse_docstrings_once() -> None:
 
 
 _last_job: list[object] = []
+# Of flags, whose values DTensor never sees: neither shapes nor layouts come of them.
+_OF_NO_LAYOUT = ("--narrowcast.", "--checkpoint.", "--training.steps", "--training.max_norm")
 
 
 def _forget_other_jobs(base: str, flags: tuple[str, ...]) -> None:
-    """What DTensor keeps for the same meshes does not tell all jobs apart (k of top-k, for one)."""
+    """What DTensor keeps for the same meshes does not tell all jobs apart (k of top-k, for one).
+    To work it out anew takes most of a short run, and so it is kept from run to run of a job."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    job = (base, [flag for flag in flags if not flag.startswith("--narrowcast")])
-    if _last_job != [job]:
+    job = [base]
+    for flag in flags:
+        if flag.startswith("--"):
+            is_of_layout = not flag.startswith(_OF_NO_LAYOUT)
+        if is_of_layout:
+            job.append(flag)
+    if _last_job != job:
         _clear_sharding_prop_cache()
-        _last_job[:] = [job]
+        _last_job[:] = job
 
 
 @contextlib.contextmanager

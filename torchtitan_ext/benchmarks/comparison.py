@@ -1,4 +1,4 @@
-"""Compares runs of the training job with each other, to the bit, and shows what each sent."""
+"""Compares runs of the training job bit by bit, and shows what each of them sent."""
 
 import math
 import sys
@@ -13,15 +13,23 @@ from narrowcast.telemetry.step_volume import COLLECTIVES
 from narrowcast.util import aligned
 from torchtitan_ext.benchmarks.runs import Run
 
-# Figures of the wire are the median of the last so many steps: past the warm-up.
+# Bits and bytes are medians of the last so many steps, which come after the warm-up.
 LAST_STEPS = 20
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Job:
-    """What was run: the name of its folder, the flags of `torchtitan_ext.train`, and the name of
-    the run that it must equal to the last bit, if any."""
+    """A run to be made.
+
+    Attributes:
+        name: of its folder.
+        compression: how it exchanges parameters and gradients, by a key of the demo's.
+        label: the same for people.
+        flags: of ``torchtitan_ext.train``.
+        equal_to: the name of the run whose losses and parameters must be bitwise identical; None
+            where there is none.
+    """
 
     name: str
     compression: str
@@ -34,7 +42,7 @@ class Job:
 
 @dataclass(frozen=True)
 class RunSummary(Job):
-    """A run beside plain FSDP2 at the same learning rate. `docs/demo.md` describes each field."""
+    """A run beside baseline FSDP2 at the same learning rate; ``docs/demo.md`` has its fields."""
 
     losses: list[float]
     plain_losses: list[float]
@@ -50,8 +58,8 @@ class RunSummary(Job):
     peak_memory_gib: float
 
     @property
-    def as_it_must_be(self) -> bool:
-        """Whether it is to the last bit what it must equal."""
+    def is_as_expected(self) -> bool:
+        """Whether it is bitwise identical to the run that it must equal, if there is one."""
         differences = self.max_loss_difference, self.max_parameter_difference
         return self.equal_to is None or differences == (0, 0)
 
@@ -67,16 +75,16 @@ class Summary:
 
     @property
     def unequal(self) -> list[RunSummary]:
-        """Runs with a loss or a parameter that is not, to the last bit, what it must be."""
-        return [run for run in self.runs if not run.as_it_must_be]
+        """Runs with a loss or a parameter that is not bitwise identical to what it must be."""
+        return [run for run in self.runs if not run.is_as_expected]
 
 
 def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> RunSummary:
-    """What a job's run sent beside `plain`, and how far it is from `reference`, in its losses and
-    its parameters.
+    """What a run sent beside ``plain``, and how far its losses and parameters are from those of
+    ``reference``.
 
     Raises:
-        ValueError: a run logged other than `job.steps` steps, or two have other parameters.
+        ValueError: a run did not log ``job.steps`` steps, or the runs have different parameters.
     """
     losses, plain_losses, reference_losses = (_losses(job, r) for r in (run, plain, reference))
     sent, plain_sent = (
@@ -85,8 +93,8 @@ def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> 
     )
     zeros = "narrowcast/zero_gradients"
     # A rank sends its share of the parameters to each of the others.
-    crossing = (world_size - 1) / world_size * run.parameter_count
-    kept = run.scalars.get("narrowcast/cache_bytes")
+    sent_parameters = (world_size - 1) / world_size * run.parameter_count
+    cache_bytes = run.scalars.get("narrowcast/cache_bytes")
     return RunSummary(
         **asdict(job),
         losses=losses,
@@ -98,54 +106,63 @@ def compare(job: Job, run: Run, plain: Run, reference: Run, world_size: int) -> 
                 part: last_median(run.scalars, f"narrowcast/bits_per_parameter/{part}")
                 for part in ("first_gather", "later_gathers", "gradients")
             },
-            "step": 8 * sent["all_gather"] / crossing,
-            "whole_step": 8 * (sent["all_gather"] + sent["reduce_scatter"]) / crossing,
+            "step": 8 * sent["all_gather"] / sent_parameters,
+            "whole_step": 8 * (sent["all_gather"] + sent["reduce_scatter"]) / sent_parameters,
         },
         bytes_per_step=sent,
         plain_bytes_per_step=plain_sent,
         zero_gradients=last_median(run.scalars, zeros) if zeros in run.scalars else None,
         step_seconds=run.scalars["time_metrics/end_to_end(s)"],
         plain_step_seconds=plain.scalars["time_metrics/end_to_end(s)"],
-        cache_bytes=max(kept) if kept else None,
+        cache_bytes=max(cache_bytes) if cache_bytes else None,
         peak_memory_gib=max(run.scalars["memory/max_active(GiB)"]),
     )
 
 
 def last_median(scalars: dict[str, list[float]], tag: str) -> float:
-    """The median of a tag's last steps; 0 where it was never logged: nothing such was sent."""
+    """The median of a tag over the last steps; 0 where it was never logged, as nothing was sent."""
     return median(scalars.get(tag, [0.0])[-LAST_STEPS:])
 
 
-def parameter_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+def parameter_difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     """The largest difference of any number; above 0 wherever a bit differs, infinite with NaN.
 
     Raises:
         ValueError: the two do not have the same tensors.
     """
-    for name in sorted(ours.keys() | reference.keys()):
+    for name in sorted(found.keys() | reference.keys()):
         one, other = (
-            (t[name].shape, t[name].dtype) if name in t else None for t in (ours, reference)
+            (t[name].shape, t[name].dtype) if name in t else None for t in (found, reference)
         )
         if one != other:
             raise ValueError(f"{name} is {one} in one run and {other} in the other")
-    return max(_tensor_difference(ours[name], reference[name]) for name in reference)
+    return max(_tensor_difference(found[name], reference[name]) for name in reference)
 
 
 def tables(summary: Summary) -> str:
     """The summary for people."""
-    wire = [["lr", "run", "first", "later", "gathers", "gradients", "whole step"]]
-    wire[0] += ["all_gather", "reduce_scatter", "other", "gathers/plain", "total/plain", "zeros"]
-    cost = [["lr", "run", "equal to", "loss", "parameter", "last loss", "s/step", "s/plain s"]]
-    cost[0] += ["kept MiB", "peak GiB"]
+    return (
+        "Bits a parameter that a rank sends to another in a step (gathers: first, later, sizes;\n"
+        "whole step: with gradients), MiB that it sends in each collective (the rank that sends\n"
+        "most), and zeros among gradients: medians of the last "
+        f"{LAST_STEPS} steps, headers included\n\n{_wire_table(summary)}\n\n"
+        "Largest difference in any loss and any parameter to the run that it must equal, or else\n"
+        "to baseline FSDP2; and what a step costs where bytes are free (cache: of a rank; peak:\n"
+        f"all memory of the first rank)\n\n{_cost_table(summary)}"
+    )
+
+
+def _wire_table(summary: Summary) -> str:
+    lines = [["lr", "run", "first", "later", "gathers", "gradients", "whole step"]]
+    lines[0] += ["all_gather", "reduce_scatter", "other", "gathers/plain", "total/plain", "zeros"]
     for run in summary.runs:
-        title = [short_number(run.learning_rate), run.label]
         sent, plain_sent = run.bytes_per_step, run.plain_bytes_per_step
         total, plain_total = sum(sent.values()), sum(plain_sent.values())
         gathered, reduced = sent["all_gather"], sent["reduce_scatter"]
         parts = ("first_gather", "later_gathers", "step", "gradients", "whole_step")
-        wire.append(
+        lines.append(
             [
-                *title,
+                *_title(run),
                 *(f"{run.bits_per_parameter[part]:.2f}" for part in parts),
                 *(f"{n / _MIB:.2f}" for n in (gathered, reduced, total - gathered - reduced)),
                 f"{gathered / plain_sent['all_gather']:.1%}",
@@ -153,11 +170,18 @@ def tables(summary: Summary) -> str:
                 "" if run.zero_gradients is None else f"{run.zero_gradients:.1%}",
             ]
         )
+    return aligned(lines, words=2)
+
+
+def _cost_table(summary: Summary) -> str:
+    lines = [["lr", "run", "equal to", "loss", "parameter", "last loss", "s/step", "s/plain s"]]
+    lines[0] += ["cache MiB", "peak GiB"]
+    for run in summary.runs:
         seconds, plain_seconds = median(run.step_seconds), median(run.plain_step_seconds)
         other_sums = "" if run.compression == "plain" else "none: other order of sums"
-        cost.append(
+        lines.append(
             [
-                *title,
+                *_title(run),
                 run.equal_to or other_sums,
                 f"{run.max_loss_difference:.3g}",
                 f"{run.max_parameter_difference:.3g}",
@@ -168,19 +192,15 @@ def tables(summary: Summary) -> str:
                 f"{run.peak_memory_gib:.2f}",
             ]
         )
-    return (
-        "Bits a parameter that a rank sends to another in a step (gathers: first, later, sizes;\n"
-        "whole step: with gradients), MiB that it sends in each collective (the rank that sends\n"
-        "most), and zeros among gradients: medians of the last "
-        f"{LAST_STEPS} steps, headers included\n\n{aligned(wire, words=2)}\n\n"
-        "Largest difference in any loss and any parameter to the run that it must equal, or else\n"
-        "to plain FSDP2; and what a step costs where bytes are free (kept: by a rank's caches;\n"
-        f"peak: all memory of the first rank)\n\n{aligned(cost, words=3)}"
-    )
+    return aligned(lines, words=3)
+
+
+def _title(run: RunSummary) -> tuple[str, str]:
+    return short_number(run.learning_rate), run.label
 
 
 def short_number(value: float) -> str:
-    """`1e-4` for 0.0001."""
+    """``1e-4`` for 0.0001."""
     return np.format_float_scientific(value, trim="-", exp_digits=1)
 
 

@@ -1,13 +1,10 @@
-"""Trains one Mixture-of-Experts with plain FSDP2 and with narrowcast, and compares the runs.
+"""Trains one Mixture-of-Experts with baseline FSDP2 and with narrowcast, and compares the runs.
 
-`python -m torchtitan_ext.benchmarks.demo` runs `train_configs/demo.toml` on 4 CPU ranks again and
-again, with other flags each time, checks to the bit that losses and parameters are those that they
-must be, and
-shows what crossed the wire. `docs/demo.md` describes what it leaves in `outputs/demo`.
+``python -m torchtitan_ext.benchmarks.demo`` runs ``train_configs/demo.toml`` on 4 CPU ranks several
+times with different flags, checks that losses and parameters are bitwise identical where they must
+be, and shows what was sent. ``docs/demo.md`` describes what it leaves in ``outputs/demo``.
 """
 
-import argparse
-import json
 import os
 import re
 import shutil
@@ -20,7 +17,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import SignalException
 from tqdm import tqdm
 
-from narrowcast.util import write_text
+from torchtitan_ext.benchmarks.command_line import make_parser, write_json
 from torchtitan_ext.benchmarks.comparison import (
     Job,
     RunSummary,
@@ -37,18 +34,25 @@ WORLD_SIZE = 4
 
 @dataclass(frozen=True)
 class Compression:
-    """A way to exchange parameters and gradients: its name for people, the flags that choose it,
-    and the compression whose losses and parameters it must have; None if it is like no other."""
+    """A way to exchange parameters and gradients.
+
+    Attributes:
+        label: its name for people.
+        flags: that choose it.
+        once: whether it runs at the first learning rate only.
+        equal_to: the compression whose losses and parameters must be bitwise identical; None where
+            there is none.
+    """
 
     label: str
     flags: tuple[str, ...]
-    once: bool = False  # at the first learning rate only
+    once: bool = False
     equal_to: str | None = "plain"
 
 
 _PLAIN = "--narrowcast.all_gather.no-enable"
 _COMPRESSION = "--narrowcast.all_gather.compression"
-_EXCHANGE = "--narrowcast.all_gather.exponent_coding"
+_EXPONENT_CODING = "--narrowcast.all_gather.exponent_coding"
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
 _GRADIENTS = "--narrowcast.reduce_scatter.enable"
 _GRADIENTS_COMPRESSION = "--narrowcast.reduce_scatter.compression"
@@ -58,13 +62,13 @@ COMPRESSIONS = {
     "plain_kept": Compression("plain, kept for backward", (_PLAIN, _RESHARD, "never"), once=True),
     "delta": Compression("delta", (_COMPRESSION, "delta")),
     "exponent": Compression(
-        "exponent, delta", (_COMPRESSION, "exponent", _EXCHANGE, "delta"), once=True
+        "exponent, delta", (_COMPRESSION, "exponent", _EXPONENT_CODING, "delta"), once=True
     ),
     "blocks": Compression(
-        "exponent, blocks", (_COMPRESSION, "exponent", _EXCHANGE, "blocks"), once=True
+        "exponent, blocks", (_COMPRESSION, "exponent", _EXPONENT_CODING, "blocks"), once=True
     ),
     "entropy": Compression("entropy", (_COMPRESSION, "entropy"), once=True),
-    # The exchange of the one below, and its order of sums, which need not be the backend's.
+    # The exchange and the order of sums of the one below. The backend may use another order.
     "uncompressed_gradients": Compression(
         "plain, gradients none",
         (_PLAIN, _GRADIENTS, _GRADIENTS_COMPRESSION, "none"),
@@ -78,7 +82,7 @@ COMPRESSIONS = {
         equal_to="uncompressed_gradients",
     ),
 }
-# What fits into eight minutes on two cores.
+# These take eight minutes on two cores.
 DEFAULT_COMPRESSIONS = ("plain_kept", "delta", "exponent", "blocks", "delta_gradients")
 QUICK_COMPRESSIONS = ("delta", "delta_gradients")
 
@@ -90,17 +94,18 @@ def run_demo(
     learning_rates: Sequence[float] = (1e-4, 1e-5),
     output: Path = Path("outputs/demo"),
 ) -> Summary:
-    """Train with plain FSDP2 and with each compression, and compare. Shows progress on stderr.
+    """Train with baseline FSDP2 and with each compression, and compare. Shows progress on stderr.
 
-    The corpus must have been made, and the working directory be that of the project. The job is one
-    for CPU: hide GPUs from it by `CUDA_VISIBLE_DEVICES`, as the command line does.
+    The corpus must have been made, and the working directory must be that of the project. The job
+    is for CPU: hide GPUs from it by ``CUDA_VISIBLE_DEVICES``, as the command line does.
 
     Args:
         steps: of each run.
-        compressions: of `COMPRESSIONS`. `plain` always runs, first at each learning rate, and so
-            does what another must equal; those marked `once` run at the first one only.
+        compressions: keys of ``COMPRESSIONS``. ``plain`` always runs, first at each learning rate,
+            and so does what another must equal; those with ``once`` run at the first one only.
         learning_rates: after the warm-up.
-        output: gets a folder for each run, and `summary.json`; those of an earlier demo go.
+        output: the folder for a folder of each run, and ``summary.json``. Those of an earlier demo
+            are removed.
 
     Raises:
         ValueError: a compression is unknown.
@@ -123,7 +128,7 @@ def run_demo(
         reference = runs[job.equal_to] if job.equal_to else plain
         summaries.append(compare(job, run, plain, reference, WORLD_SIZE))
     summary = Summary(_commit(), WORLD_SIZE, plain.parameter_count, summaries)
-    write_text(output / "summary.json", json.dumps(asdict(summary), indent=1) + "\n")
+    write_json(output / "summary.json", asdict(summary))
     return summary
 
 
@@ -161,19 +166,22 @@ def plan(steps: int, compressions: Sequence[str], learning_rates: Sequence[float
 
 
 def main() -> int:
-    """Command line. Returns the exit code: 1 if a run failed or is not what it must be."""
-    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__.splitlines()[0])
+    """Command line. Returns the exit code: 1 if a run failed or differs from what it must equal."""
+    parser = make_parser("demo", __doc__)
     parser.add_argument("--quick", action="store_true", help="4 runs of 25 steps, lr 1e-4")
     parser.add_argument(
-        "--compressions", nargs="+", choices=COMPRESSIONS, help="beside plain FSDP2"
+        "--compressions", nargs="+", choices=COMPRESSIONS, help="beside baseline FSDP2"
     )
-    parser.add_argument("--output", type=Path, default=Path("outputs/demo"), help="results' folder")
+    parser.add_argument(
+        "--output", type=Path, default=Path("outputs/demo"), help="folder of runs and summary.json"
+    )
     args = parser.parse_args()
     compressions = args.compressions or (QUICK_COMPRESSIONS if args.quick else DEFAULT_COMPRESSIONS)
     quick = {"steps": 25, "learning_rates": [1e-4]} if args.quick else {}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         summary = run_demo(compressions=compressions, output=args.output, **quick)
+        write_json(args.json, asdict(summary)["runs"])
     except (RunError, ValueError, OSError) as error:
         print(f"\ndemo: {error}", file=sys.stderr)
         return 1
@@ -186,7 +194,7 @@ def main() -> int:
         for run in summary.unequal:
             print(f"*** {run.name} IS DIFFERENT FROM {run.equal_to} ***", file=sys.stderr)
         return 1
-    print('Every loss and parameter is that of the run under "equal to", to the last bit.')
+    print('Every loss and parameter is bitwise identical to that of the run under "equal to".')
     return 0
 
 
@@ -204,7 +212,7 @@ def _progress(title: str, steps: int) -> tqdm:
 
 
 def _show_on(bar: tqdm) -> Callable[[str], None]:
-    """What moves a progress bar on by the lines of a run's log."""
+    """A function that moves a progress bar by the lines of a run's log."""
     loss = ""
     bits_of_parts = r"first gather ([\d.]+)(?:, later ([\d.]+))?(?:, gradients ([\d.]+))?"
 

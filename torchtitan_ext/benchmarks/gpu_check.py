@@ -1,28 +1,30 @@
-"""Checks the Triton experts on a CUDA GPU: right, repeatable, and how fast and small they are.
+"""Checks the Triton experts on a CUDA GPU: their errors, their repeatability, time and memory.
 
-`scripts/gpu_check` runs `kernels.swiglu_experts` forward and backward in bf16, for one rank of
-OLMoE and one of DeepSeek-MoE, against plain torch: `swiglu.swiglu_experts` on grouped_mm, and a
-loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
+``scripts/gpu_check`` runs ``swiglu_triton.swiglu_experts`` forward and backward in bf16, for one
+rank of OLMoE and one of DeepSeek-MoE, against plain torch: ``swiglu.swiglu_experts`` on grouped_mm,
+and a loop in fp64. It ends with status 1 where a result is wrong, and with 2 where there is no GPU.
 
-    error      ||result - fp64|| / ||fp64||: the kernels' is to be at most 1.25 of grouped_mm's
-    repeats    a second run gives the same bits
-    ratio      kernels / grouped_mm of runs in turns: the median, and the middle half of them
-    MiB        the peak beyond what a run is given; beside it x_ND and y_ND, which kernels leave out
+    error      ||result - fp64|| / ||fp64||: the kernels' must be at most 1.25 of grouped_mm's
+    repeats    a second run is bitwise identical
+    ratio      kernels / grouped_mm of alternating runs: the median, and the middle half of them
+    MiB        the peak beyond the inputs; beside it x_ND and y_ND, which the kernels do not need
 """
 
 import statistics
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.moe import kernels, swiglu
+from narrowcast.moe import swiglu, swiglu_triton
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.swiglu import ExpertRows
 from narrowcast.util import aligned
+from torchtitan_ext.benchmarks.command_line import make_parser, write_json
 
 Experts = Callable[[Tensor, ExpertRows, Tensor, Tensor, Tensor], Tensor]
 
@@ -50,12 +52,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What a rank computes.
+    """Inputs of one rank.
 
     Attributes:
-        rows: with `prob_SJ` among the leaves.
+        rows: whose ``prob_SJ`` is among the leaves.
         leaves: x_SD, prob_SJ, w1_eFD, w2_eDF and w3_eFD.
-        grad_y_SD: the gradient of what comes out.
+        grad_y_SD: the gradient of the output.
     """
 
     rows: ExpertRows
@@ -63,7 +65,7 @@ class Problem:
     grad_y_SD: Tensor
 
     def run(self, experts: Experts) -> tuple[Tensor, ...]:
-        """y and the leaves' gradients, in the order of `RESULTS`."""
+        """The output and the gradients of the leaves, in the order of ``RESULTS``."""
         x_SD, _, *weights = self.leaves
         y_SD = experts(x_SD, self.rows, *weights)
         return y_SD.detach(), *torch.autograd.grad(y_SD, self.leaves, self.grad_y_SD)
@@ -75,7 +77,7 @@ class Problem:
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Rank 0's, of tokens that select experts at random. Rows lie in messages, as they arrive."""
+    """The inputs of rank 0, with tokens that select experts at random, in rows as they arrive."""
     generator = torch.Generator(device).manual_seed(0)
     local = shape.num_experts // shape.ranks
 
@@ -108,7 +110,7 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
 def looped_experts(
     x_SD: Tensor, rows: ExpertRows, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
 ) -> Tensor:
-    """(S, D) what the experts are to give, one after the other, in the dtype of the arguments."""
+    """The outputs (S, D) of the experts, one after the other, in the dtype of the arguments."""
     y_SD = torch.zeros_like(x_SD)
     start = 0
     for expert, end in enumerate(rows.offsets_e.tolist()):
@@ -123,7 +125,7 @@ def looped_experts(
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one result compares: errors are relative, against fp64."""
+    """How one result compares with grouped_mm's. Errors are relative, against fp64."""
 
     result: str
     error: float
@@ -136,7 +138,7 @@ class Outcome:
 
 
 def compare(experts: Experts, problem: Problem) -> list[Outcome]:
-    """Each result of `experts` against grouped_mm's and the loop's."""
+    """Compare each result of ``experts`` with grouped_mm's and the loop's."""
 
     def error(actual: Tensor, exact: Tensor) -> float:
         return float((actual.double() - exact).norm() / exact.norm())
@@ -156,7 +158,7 @@ def compare(experts: Experts, problem: Problem) -> list[Outcome]:
 
 
 def time_ms(experts: Experts, problem: Problem) -> float:
-    """Of a run, on the GPU."""
+    """Milliseconds of a run on the GPU."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     problem.run(experts)
@@ -166,7 +168,7 @@ def time_ms(experts: Experts, problem: Problem) -> float:
 
 
 def peak_mib(experts: Experts, problem: Problem) -> float:
-    """The most memory that a run holds beyond what it is given."""
+    """The peak memory of a run in MiB, beyond its inputs."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -175,45 +177,75 @@ def peak_mib(experts: Experts, problem: Problem) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def measure(problem: Problem, rounds: int = 30, warm_up: int = 3) -> list[str]:
-    """Time and memory: cells of a table."""
-    both = kernels.swiglu_experts, swiglu.swiglu_experts
+def measure(problem: Problem, rounds: int = 30, warm_up: int = 3) -> dict[str, float]:
+    """Time and memory of the kernels and of grouped_mm."""
+    both = swiglu_triton.swiglu_experts, swiglu.swiglu_experts
     times = [[time_ms(experts, problem) for experts in both] for _ in range(warm_up + rounds)]
-    ours, plain = zip(*times[warm_up:], strict=True)
-    ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+    of_kernels, of_grouped_mm = zip(*times[warm_up:], strict=True)
+    ratios = [a / b for a, b in zip(of_kernels, of_grouped_mm, strict=True)]
     low, median, high = statistics.quantiles(ratios, n=4)
     x_SD = problem.leaves[0]
-    copies = 2 * len(problem.rows.brim.source_W) * x_SD.shape[1] * x_SD.itemsize / 2**20
-    return [
-        f"{statistics.median(ours):.2f}",
-        f"{statistics.median(plain):.2f}",
-        f"{median:.3f} ({low:.3f} to {high:.3f})",
-        *(f"{peak_mib(experts, problem):.0f}" for experts in both),
-        f"{copies:.0f}",
-    ]
+    copied_bytes = 2 * len(problem.rows.brim.source_W) * x_SD.shape[1] * x_SD.itemsize
+    return {
+        "kernels_ms": statistics.median(of_kernels),
+        "grouped_mm_ms": statistics.median(of_grouped_mm),
+        "ratio": median,
+        "ratio_lower_quartile": low,
+        "ratio_upper_quartile": high,
+        "kernels_peak_mib": peak_mib(swiglu_triton.swiglu_experts, problem),
+        "grouped_mm_peak_mib": peak_mib(swiglu.swiglu_experts, problem),
+        "copies_mib": copied_bytes / 2**20,
+    }
 
 
-def main() -> int:
+def accuracy_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The errors for people."""
+    lines = [["layer", "result", "error", "grouped_mm's", "repeats", "right"]]
+    for row in rows:
+        errors = f"{row['error']:.2e}", f"{row['plain_error']:.2e}"
+        verdicts = ("yes" if row[key] else "NO" for key in ("repeats", "right"))
+        lines.append([row["layer"], row["result"], *errors, *verdicts])
+    return aligned(lines, words=2)
+
+
+def speed_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Time and memory for people."""
+    lines = [["layer", "ms", "grouped_mm's", "ratio", "MiB", "grouped_mm's", "x_ND and y_ND"]]
+    for row in rows:
+        spread = f"({row['ratio_lower_quartile']:.3f} to {row['ratio_upper_quartile']:.3f})"
+        lines.append(
+            [
+                row["layer"],
+                f"{row['kernels_ms']:.2f}",
+                f"{row['grouped_mm_ms']:.2f}",
+                f"{row['ratio']:.3f} {spread}",
+                f"{row['kernels_peak_mib']:.0f}",
+                f"{row['grouped_mm_peak_mib']:.0f}",
+                f"{row['copies_mib']:.0f}",
+            ]
+        )
+    return aligned(lines, words=1)
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Command line. Returns the exit code."""
+    args = make_parser("gpu_check", __doc__).parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_check needs a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
-    results = [["layer", "result", "error", "grouped_mm's", "repeats", "right"]]
-    speeds = [["layer", "ms", "grouped_mm's", "ratio", "MiB", "grouped_mm's", "x_ND and y_ND"]]
-    all_right = True
+    accuracy: list[dict[str, Any]] = []
+    speed: list[dict[str, Any]] = []
     for name, shape in SHAPES.items():
         problem = make_problem(shape, torch.bfloat16, device)
-        for outcome in compare(kernels.swiglu_experts, problem):
-            all_right &= outcome.right
-            errors = f"{outcome.error:.2e}", f"{outcome.plain_error:.2e}"
-            verdicts = ("yes" if yes else "NO" for yes in (outcome.repeats, outcome.right))
-            results.append([name, outcome.result, *errors, *verdicts])
-        speeds.append([name, *measure(problem)])
-    print(aligned(results, words=2))
-    print("\n" + aligned(speeds, words=1))
-    return 0 if all_right else 1
+        for outcome in compare(swiglu_triton.swiglu_experts, problem):
+            accuracy.append({"layer": name, **asdict(outcome), "right": outcome.right})
+        speed.append({"layer": name, **measure(problem)})
+    print(f"{accuracy_table(accuracy)}\n\n{speed_table(speed)}")
+    write_json(args.json, {"accuracy": accuracy, "speed": speed})
+    return 0 if all(row["right"] for row in accuracy) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,45 +1,53 @@
-"""How long a step's parameters and gradients take to cross a link, plain and narrowed.
+"""How long the parameters and gradients of a step take on a link, baseline FSDP2 and narrowcast.
 
     scripts/slow_links 4 200mbit python -m torchtitan_ext.benchmarks.link \\
         --job.config_file train_configs/links.toml
 
 Every rank runs it, under torchrun or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT. It trains the job three times in one go, and takes the time of every all-gather and
-reduce-scatter of FSDP2, and of what narrowcast does between them, from the moment when all ranks
-have come to it: the link and the coder, without the wait for a rank that computes longer. Of each
-step the slowest rank counts. Coding that would overlap with computation elsewhere counts in full.
+MASTER_PORT. It trains the job three times in one process, and measures the time of every all-gather
+and reduce-scatter of FSDP2, and of what narrowcast does between them, from the moment when all
+ranks have come to it: link and coder, without the wait for a rank that computes longer. The slowest
+rank counts in each step. Coding that would overlap with computation elsewhere counts in full.
 """
 
 import contextlib
 import gc
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from narrowcast.fsdp2 import param_groups
+from narrowcast.util import aligned
+from torchtitan_ext import compat
+from torchtitan_ext.benchmarks.command_line import make_job_parser, write_json
+from torchtitan_ext.job import parse_job
 
 WARM_UP_STEPS = 3
 
 _SECTION = "--narrowcast.{}.enable --narrowcast.{}.compression {}"
 VARIANTS = {
-    "plain FSDP2, the backend's collectives": "",
-    "the exchanges of narrowcast, all raw": " ".join(
+    "baseline FSDP2, the backend's collectives": "",
+    "narrowcast's exchanges, uncompressed": " ".join(
         _SECTION.format(section, section, "none") for section in ("all_gather", "reduce_scatter")
     ),
-    "narrowcast: value, coded gradients": " ".join(
+    "narrowcast: delta, gradients entropy": " ".join(
         _SECTION.format(section, section, compression)
         for section, compression in (("all_gather", "delta"), ("reduce_scatter", "entropy"))
     ),
 }
-BASELINES = tuple(VARIANTS)[:2]
 KINDS = ("all_gather", "reduce_scatter")
 
 
 @dataclass
 class Stopwatch:
-    """Seconds by kind of collective, and of all: of the step under way, and of every whole one."""
+    """Seconds by kind of collective and of the whole step: of the current step, and of each one
+    that has ended."""
 
     current: Counter[str] = field(default_factory=Counter)
     steps: list[Counter[str]] = field(default_factory=list)
@@ -53,7 +61,6 @@ class Stopwatch:
 
     def timed(self, kind: str, call: Callable) -> Callable:
         """``call``, timed from when all ranks have come to it until it is done."""
-        import torch.distributed as dist
 
         def timed_call(*args: Any, **kwargs: Any) -> Any:
             dist.barrier()
@@ -82,22 +89,17 @@ class TimedCollective:
 
 
 def measure(
-    flags: list[str], on_trained: Callable[[Any], None] | None = None
+    flags: Sequence[str], on_trained: Callable[[Any], None] | None = None
 ) -> tuple[list[Counter[str]], int]:
-    """Trains the job of these flags of ``torchtitan_ext.train``, volume not counted.
+    """Train the job of these flags of ``torchtitan_ext.train``, without counting volume.
 
     Args:
-        on_trained: is called with the trainer, after its last step.
+        on_trained: is called with the trainer after its last step.
 
     Returns:
-        Of every step, the seconds of the slowest rank by kind, and of the whole ``step``; and the
-        parameters of the largest group.
+        For every step the seconds of the slowest rank by kind, and of the whole ``step``; and the
+        number of parameters of the largest group.
     """
-    import torch
-    import torch.distributed as dist
-
-    from narrowcast.fsdp2 import param_groups
-
     names = (*KINDS, "step")
     watch = Stopwatch()
     with _trainer([*flags, "--narrowcast.volume.no-enable"]) as trainer:
@@ -118,31 +120,53 @@ def measure(
     return [Counter(dict(zip(names, step, strict=True))) for step in seconds.tolist()], largest
 
 
-def table(seconds: dict[str, list[Counter[str]]]) -> str:
-    """The seconds a step of each variant, and their ratios to the first two."""
+def rows(seconds: dict[str, list[Counter[str]]]) -> list[dict[str, Any]]:
+    """A row for each variant: median seconds a step, and their ratios to the first two variants."""
     totals = {
         name: [sum(step[kind] for kind in KINDS) for step in steps]
         for name, steps in seconds.items()
     }
-    medians = {name: statistics.median(total) for name, total in totals.items()}
-    lines = [f"{'':40}{'all-gather':>12}{'reduce-scatter':>16}{'all':>8}{'(min to max)':>18}"]
-    lines[0] += "".join(f"{f'/ row {row}':>9}" for row, _ in enumerate(BASELINES, start=1))
-    for name, steps in seconds.items():
-        gather, reduction = (statistics.median(step[kind] for step in steps) for kind in KINDS)
-        spread = f"({min(totals[name]):.2f} to {max(totals[name]):.2f})"
-        ratios = "".join(f"{medians[name] / medians[base]:>9.2f}" for base in BASELINES)
-        lines.append(
-            f"{name:40}{gather:>12.2f}{reduction:>16.2f}{medians[name]:>8.2f}{spread:>18}{ratios}"
-        )
-    return "\n".join(lines)
+    baseline, uncompressed = list(map(statistics.median, totals.values()))[:2]
+    return [
+        {
+            "variant": name,
+            **{f"{kind}_s": statistics.median(step[kind] for step in steps) for kind in KINDS},
+            "all_s": statistics.median(totals[name]),
+            "all_min_s": min(totals[name]),
+            "all_max_s": max(totals[name]),
+            "all_over_baseline": statistics.median(totals[name]) / baseline,
+            "all_over_uncompressed": statistics.median(totals[name]) / uncompressed,
+        }
+        for name, steps in seconds.items()
+    ]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for people."""
+    head = ["", "all-gather", "reduce-scatter", "all", "(min to max)", "/ row 1", "/ row 2"]
+    return aligned(
+        [
+            head,
+            *(
+                [
+                    row["variant"],
+                    f"{row['all_gather_s']:.2f}",
+                    f"{row['reduce_scatter_s']:.2f}",
+                    f"{row['all_s']:.2f}",
+                    f"({row['all_min_s']:.2f} to {row['all_max_s']:.2f})",
+                    f"{row['all_over_baseline']:.2f}",
+                    f"{row['all_over_uncompressed']:.2f}",
+                ]
+                for row in rows
+            ),
+        ],
+        words=1,
+    )
 
 
 @contextlib.contextmanager
-def _trainer(flags: list[str]) -> Iterator[Any]:
-    from torchtitan.config import ConfigManager
-
-    sys.argv[1:] = ["--module", "torchtitan_ext", "--config", "from_toml", *flags]
-    trainer = ConfigManager().parse_args().build()
+def _trainer(flags: Sequence[str]) -> Iterator[Any]:
+    trainer = parse_job(flags).build()
     try:
         yield trainer
     finally:
@@ -151,25 +175,22 @@ def _trainer(flags: list[str]) -> Iterator[Any]:
 
 
 def main() -> None:
-    """Runs every variant on the flags in `sys.argv`; the first rank prints the table."""
-    from torchtitan_ext import compat, cpu
-
+    """Run every variant on the flags of the command line. The first rank prints the table."""
+    args, flags = make_job_parser("link", __doc__).parse_known_args()
     compat.apply()
-    cpu.apply()
-    import torch.distributed as dist
-
-    flags = sys.argv[1:]
     seconds = {}
     for name, variant in VARIANTS.items():
         steps, largest = measure([*flags, *variant.split()])
         seconds[name] = steps[WARM_UP_STEPS:]
     if dist.get_rank() == 0:
-        steps = len(next(iter(seconds.values())))
+        num_steps, measured = len(next(iter(seconds.values()))), rows(seconds)
         print(
             f"\nSeconds a step in FSDP2's collectives, {dist.get_world_size()} ranks, the slowest "
-            f"of them; largest group: {largest:,} parameters;\nmedians of {steps} steps after "
-            f"{WARM_UP_STEPS} of warm-up\n\n{table(seconds)}"
+            f"of them; largest group: {largest:,} parameters;\nmedians of {num_steps} steps after "
+            f"{WARM_UP_STEPS} of warm-up\n\n{table(measured)}"
         )
+        job = {"ranks": dist.get_world_size(), "largest_group_parameters": largest}
+        write_json(args.json, [{**row, **job, "steps": num_steps} for row in measured])
     dist.destroy_process_group()
 
 

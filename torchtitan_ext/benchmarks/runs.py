@@ -1,9 +1,9 @@
-"""One run of the training job: starts its ranks, follows them, and reads back what they left.
+"""One run of the training job: starts its ranks, follows their log, and reads their results.
 
-A run does what `torchrun --nproc-per-node N -m torchtitan_ext.train FLAGS` does, through torchrun's
-own launcher, but for two waits: each rank is a new process forked from one that has imported
-torchtitan, since imports take longer than the other parts of starting a small job together; and at
-the end the first rank does not sleep for two seconds, since the launcher waits for the others.
+A run does what ``torchrun --nproc-per-node N -m torchtitan_ext.train FLAGS`` does, through
+torchrun's own launcher, without two waits: each rank is a new process forked from one that has
+imported torchtitan, because imports take longer than everything else that starts a small job; and
+at the end the first rank does not sleep for two seconds, because the launcher waits for the others.
 """
 
 import logging
@@ -28,8 +28,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-# What a rank imports before its configuration is applied, except this project's own modules that
-# must come after the CPU support.
+from torchtitan_ext import train as training
+from torchtitan_ext.private import skip_final_sleep
+
+# What a rank imports before it reads its configuration.
 _PRELOADED = [
     "torchtitan.train",
     "torchtitan_ext.cpu",
@@ -45,12 +47,12 @@ _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUI
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """The results of a run.
 
     Attributes:
         scalars: by TensorBoard's tag, in the order of steps.
         parameters: the model's tensors after the last step, whole.
-        parameter_count: numbers in the model, as torchtitan counts them.
+        parameter_count: of the model, as torchtitan counts them.
     """
 
     scalars: dict[str, list[float]]
@@ -65,11 +67,11 @@ class RunError(RuntimeError):
 def train(
     folder: Path, flags: Sequence[str], world_size: int, on_line: Callable[[str], None]
 ) -> None:
-    """Run the job on `world_size` ranks of this machine until it ends. From the main thread only.
+    """Run the job on ``world_size`` ranks of this machine to its end. From the main thread only.
 
     Args:
-        folder: the job's dump folder, new or empty. What ranks print goes to `folder/logs`.
-        flags: of `torchtitan_ext.train`, without the dump folder.
+        folder: the job's dump folder, new or empty. What ranks print goes to ``folder/logs``.
+        flags: of ``torchtitan_ext.train``, without the dump folder.
         on_line: called with every line that the first rank logs, in another thread.
 
     Raises:
@@ -101,7 +103,7 @@ def train(
 
 
 def read_run(folder: Path, steps: int) -> Run:
-    """Read back a run of so many steps.
+    """The results of a run of so many steps.
 
     Raises:
         ValueError: the folder does not hold such a run.
@@ -159,16 +161,12 @@ def read_parameters(folder: Path, step: int) -> dict[str, Tensor]:
 
 
 def _train_rank(flags: list[str]) -> None:
-    """What each rank runs."""
-    # Not above: the CPU support has to come before the rest of torchtitan_ext.
-    from torchtitan_ext.private import skip_final_sleep
-    from torchtitan_ext.train import main
-
+    """The main function of each rank."""
     # One log a rank, with tracebacks and warnings where they occur.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     skip_final_sleep()
     sys.argv = ["torchtitan_ext.train", *flags]
-    main()
+    training.main()
 
 
 def _logs(folder: Path, rank: int) -> list[Path]:
@@ -192,7 +190,7 @@ def _failure(folder: Path, rank: int, error: ChildFailedError) -> str:
 
 @contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """torch's launcher installs its own, which stop the ranks, and leaves them there."""
+    """Restore the signal handlers that torch's launcher replaces to stop the ranks."""
     before = {s: signal.getsignal(s) for s in _STOPPING_SIGNALS}
     try:
         yield
@@ -203,7 +201,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 @contextmanager
 def _without_log_lines() -> Iterator[None]:
-    """torch's launcher logs at length what its exception says again."""
+    """Without the log lines of torch's launcher, whose exception says the same."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -214,7 +212,7 @@ def _without_log_lines() -> Iterator[None]:
 
 @contextmanager
 def _following(folder: Path, on_line: Callable[[str], None]) -> Iterator[None]:
-    """Passes on the lines of the first rank's log, the last ones before it returns."""
+    """Call ``on_line`` with each line of the first rank's log, with the last before the end."""
     ended = threading.Event()
 
     def follow() -> None:

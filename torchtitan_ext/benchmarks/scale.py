@@ -1,16 +1,15 @@
-"""What narrowed collectives cost a rank in Python and messages, with more ranks than a machine has.
+"""What narrowed collectives cost a rank in Python and messages, with more ranks than this machine.
 
     python -m torchtitan_ext.benchmarks.scale --ranks 4 64 1024 --groups 10 300
 
-One process stands for a rank of a job over torch's "fake" process group, whose collectives send
-nothing. Peers are stood for by what this rank sends itself, so that all that arrives decodes. The
-table has for each number of ranks and of parameter groups: calls of collectives and microseconds
-of one gather, before what arrives is decoded, and of decoding it; the same of one reduction, where
-each receiver has a payload of its own; and of what follows a step of the optimizer, a group. What
-it does not show is the wire.
+One process is a rank of a job over torch's "fake" process group, whose collectives send nothing.
+It receives what it sends itself in place of what peers send, so that everything can be decoded. The
+table has, for each number of ranks and of parameter groups, calls of collectives and microseconds
+of one gather, before the payloads are decoded, and of decoding them; the same of one reduction,
+where each receiver has a payload of its own; and of what follows a step of the optimizer, for each
+group. It does not show the time of the link.
 """
 
-import argparse
 import sys
 import time
 from collections import Counter
@@ -27,16 +26,18 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.gather import Gather
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.util import aligned
 from narrowcast.wire import exchange
+from torchtitan_ext.benchmarks.command_line import make_parser, write_json
 
 _STEPS = 2  # the last is measured
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Of one parameter group: messages of this rank, and microseconds.
+    """Messages of this rank and microseconds for one parameter group.
 
     Attributes:
         decode_us: of checking and decoding all payloads of a gather.
@@ -55,9 +56,9 @@ class Scale:
 
 @contextmanager
 def _peers_that_send_the_same() -> Iterator[Counter[str]]:
-    """Fills what the fake group leaves empty, and counts calls."""
+    """Fill what the fake group leaves empty, and count calls."""
     calls: Counter[str] = Counter()
-    gather, swap = dist.all_gather_single, exchange._start_pairwise
+    gather, pairwise = dist.all_gather_single, exchange._start_pairwise
 
     def all_gather_single(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         calls["gather"] += 1
@@ -65,21 +66,21 @@ def _peers_that_send_the_same() -> Iterator[Counter[str]]:
         output.view(-1, input.numel()).copy_(input)
         return work
 
-    def start_swap(ours: Tensor, theirs: Tensor, *args: Any) -> Any:
+    def start_pairwise(local: Tensor, remote: Tensor, *args: Any) -> Any:
         calls["reduction"] += 1
-        works = swap(ours, theirs, *args)
-        theirs.copy_(ours)
+        works = pairwise(local, remote, *args)
+        remote.copy_(local)
         return works
 
-    dist.all_gather_single, exchange._start_pairwise = all_gather_single, start_swap
+    dist.all_gather_single, exchange._start_pairwise = all_gather_single, start_pairwise
     try:
         yield calls
     finally:
-        dist.all_gather_single, exchange._start_pairwise = gather, swap
+        dist.all_gather_single, exchange._start_pairwise = gather, pairwise
 
 
 class _Clock:
-    """Adds up the time of a method over all objects."""
+    """Adds up the time of a method over all objects of a class."""
 
     def __init__(self, owner: type, name: str) -> None:
         self.seconds, self.calls = 0.0, 0
@@ -104,11 +105,11 @@ class _Clock:
 
 
 def measure(ranks: int, groups: int) -> Scale:
-    """Trains a model of ``groups`` tiny layers as rank 0 of ``ranks``."""
+    """Train a model of ``groups`` tiny layers as rank 0 of ``ranks``."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
     clocks = [
         _Clock(NarrowAllGather, "__call__"),
-        _Clock(NarrowAllGather, "_finish"),
+        _Clock(Gather, "finish"),
         _Clock(NarrowReduceScatter, "__call__"),
     ]
     gather, decode, reduction = clocks
@@ -149,21 +150,22 @@ def measure(ranks: int, groups: int) -> Scale:
 
 
 def table(scales: list[Scale]) -> str:
-    """A line for each."""
+    """A line for each number of ranks and of groups."""
     rows = [list(asdict(scales[0]))]
     rows += [[f"{value:.0f}" for value in asdict(scale).values()] for scale in scales]
     return aligned(rows, 0)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "torchtitan_ext.benchmarks.scale", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 64, 1024])
-    parser.add_argument("--groups", type=int, nargs="+", default=[10, 300])
+    """Command line. Returns the exit code."""
+    parser = make_parser("scale", __doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 64, 1024], help="(4 64 1024)")
+    parser.add_argument("--groups", type=int, nargs="+", default=[10, 300], help="(10 300)")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    print(table([measure(r, g) for r in args.ranks for g in args.groups]))
+    scales = [measure(r, g) for r in args.ranks for g in args.groups]
+    print(table(scales))
+    write_json(args.json, [asdict(scale) for scale in scales])
     return 0
 
 

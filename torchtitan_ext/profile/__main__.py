@@ -1,4 +1,4 @@
-"""`python -m torchtitan_ext.profile`, `torchrun ... -m torchtitan_ext.profile`."""
+"""``python -m torchtitan_ext.profile``, ``torchrun ... -m torchtitan_ext.profile``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Figures 1 to 5 of the CIERA paper (sections 2.1 to 2.5), drawn for a job from its profile."""
+"""Draws figures 1 to 5 of the CIERA paper (sections 2.1 to 2.5) for a job, from its profile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ _COLORS = {
     "embedding": "tab:purple",
     "other": "tab:gray",
 }
-# What goes by each name, of times and of bytes.
+# The collectives under each name, of times and of bytes.
 _COLLECTIVES = {
     "all-gather": ("all_gather",),
     "reduce-scatter": ("reduce_scatter",),
@@ -28,24 +28,26 @@ _WIDE = (11, 4.2)
 
 
 def check_drawable() -> None:
-    """Raises:
-    ImportError: matplotlib is missing.
+    """Check that figures can be drawn.
+
+    Raises:
+        ImportError: matplotlib is missing.
     """
     try:
         import matplotlib.backends.backend_agg
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "figures need matplotlib: pip install narrowcast[plots]", name=error.name
+            "figures need matplotlib: pip install 'narrowcast[plots]'", name=error.name
         ) from error
 
 
 def draw(profile: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes ``figure_1.png`` to ``figure_5.png``.
+    """Write ``figure_1.png`` to ``figure_5.png``.
 
     Args:
-        profile: as ``narrowcast profile`` writes it, of which docs/profile.md tells.
-        folder: where to; it must exist.
+        profile: as ``narrowcast profile`` writes it, and ``docs/profile.md`` describes it.
+        folder: for the files; it must exist.
 
     Returns:
         The files.
@@ -103,7 +105,7 @@ def _collectives(profile: dict[str, Any], figure: Any) -> None:
                 axes.text(middle, place, f"{share:.1f}%", ha="center", va="center", color="w")
             left += share
     axes.set(
-        title="Figure 1: share of each collective, plain FSDP2",
+        title="Figure 1: share of each collective, baseline FSDP2",
         xlabel="% of communication",
         xlim=(0, 100),
         yticks=range(len(bars)),
@@ -147,7 +149,7 @@ def _change_rates(profile: dict[str, Any], figure: Any) -> None:
         *_columns([(p["world_size"], p["rate"]) for p in points]), color="black", linestyle=":"
     )
     markers = {
-        "joined": ("s", "white", "joined: shards of neighbours"),
+        "joined": ("s", "white", "joined: neighboring shards"),
         "measured": ("o", "black", "measured"),
         "projected": ("o", "white", "projected: shards divided"),
     }
@@ -233,7 +235,7 @@ def _checks(profile: dict[str, Any], figure: Any) -> None:
     cost = profile["check_cost"]
     labels = {
         "hash": "128-bit hashes, as in the paper",
-        "compare": "comparison with kept exponents",
+        "compare": "comparison with cached exponents",
     }
     for (name, shares), color in zip(
         cost["share_of_step"].items(), _COLLECTIVE_COLORS, strict=False
@@ -270,12 +272,12 @@ def _checks(profile: dict[str, Any], figure: Any) -> None:
 
 
 def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Places, and rates in percent."""
+    """The x values, and the rates in percent."""
     return [x for x, _ in points], [100 * rate for _, rate in points]
 
 
 def _kinds(rates: Any) -> list[str]:
-    """Kinds of shards that are there, in the order of the legend."""
+    """The kinds of shards that occur, in the order of the legend."""
     there = {kind for one in rates for kind in one}
     return [kind for kind in _COLORS if kind in there]
 

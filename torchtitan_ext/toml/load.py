@@ -1,8 +1,8 @@
 """TOML over torchtitan's config tree: every key of the tree by torchtitan's own name, all checked.
 
-docs/toml.md is the reference for users. Reading is an overlay: what the file gives is laid over the
-config that a torchtitan config function returns, and yields a new tree, so that every touched
-dataclass runs its `__post_init__` on the final values and the base stays as it was.
+``docs/toml.md`` is the reference for users. Reading is an overlay: the values of the file are laid
+over the config that a torchtitan config function returns. The result is a new tree, so that every
+changed dataclass runs its ``__post_init__`` on the final values, and the base is not changed.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _ELEMENTS = re.compile(r"(?P<all>\*)|(?P<first>\d+)(-(?P<last>\d+))?")
 
 
 class TomlError(ValueError):
-    """A TOML file that cannot be read, or that says what the config tree does not allow.
+    """A TOML file that cannot be read, or that has what the config tree does not allow.
 
     The message names the file and, for every error in it, the key, what was given and what is
     allowed.
@@ -51,7 +51,7 @@ class TomlError(ValueError):
 
 @dataclass(kw_only=True, slots=True)
 class Base:
-    """The section `[base]`: which torchtitan config function the file is laid over."""
+    """The section ``[base]``: which torchtitan config function the file is laid over."""
 
     module: str
     config: str
@@ -74,7 +74,7 @@ def load_config(file: str | Path) -> Trainer.Config:
 
 
 def to_toml(config: Trainer.Config) -> str:
-    """`config` as TOML that `load_config` reads back: every key that TOML can set."""
+    """``config`` as TOML that ``load_config`` reads back: every key that TOML can set."""
     (_, root), *sections = tables(config, None)
     file = config.job.config_file if hasattr(config, "job") else ""
     if file:
@@ -85,18 +85,18 @@ def to_toml(config: Trainer.Config) -> str:
 
 
 class _Overlay:
-    """Lays parsed TOML over configs, and collects what is wrong with it in `problems`.
+    """Lays parsed TOML over configs, and collects what is wrong with it in ``problems``.
 
-    Each method returns the new value; after a problem, the value is of no use.
+    Each method returns the new value. After a problem the value must not be used.
     """
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def config(self, path: str, cls: type, current: Any, given: dict[str, Any], *also: str) -> Any:
-        """`current`, or a new `cls` where it is no dataclass, with the given keys set.
+        """``current``, or a new ``cls`` where it is no dataclass, with the given keys set.
 
-        `also` are keys of the table that the caller took care of.
+        ``also`` are keys of the table that the caller has handled.
         """
         hints = schema.settable(cls)
         known_before, exists = len(self.problems), is_dataclass(current)
@@ -125,9 +125,9 @@ class _Overlay:
             return current
 
     def value(self, path: str, hint: Any, current: Any, given: Any, cure: str = "") -> Any:
-        """`given` as a value of type `hint`, laid over `current` (MISSING where there is none).
+        """``given`` as a value of type ``hint``, laid over ``current`` (MISSING if there is none).
 
-        `cure` ends the message where it is none.
+        ``cure`` ends the message if ``given`` is no such value.
         """
         members = schema.members_of(hint)
         if given == "None" and NoneType in members:
@@ -223,7 +223,7 @@ def _read(file: str | Path) -> dict[str, Any]:
 
 
 def _read_base(file: str | Path, document: dict[str, Any]) -> Base:
-    """Takes `[base]` out of the document."""
+    """The section ``[base]``, which is removed from the document."""
     overlay = _Overlay()
     if "base" not in document:
         example = '[base]\n  module = "qwen3"\n  config = "qwen3_moe_debug"'
@@ -251,7 +251,7 @@ def _load_base(file: str | Path, base: Base) -> Trainer.Config:
 
 
 def _expected(members: list[Any]) -> str:
-    """What a message says must be given."""
+    """The values that a message says are allowed."""
     words = []
     for member in schema.data_types(members) or members:
         origin, args = get_origin(member), get_args(member)
@@ -271,7 +271,7 @@ def _one_of(names: Any) -> str:
 
 
 def _indices(match: re.Match[str], length: int) -> range:
-    """The elements a key names; empty where one of them does not exist."""
+    """The elements that a key names; empty if one of them does not exist."""
     if match["all"]:
         return range(length)
     first, last = int(match["first"]), int(match["last"] or match["first"])

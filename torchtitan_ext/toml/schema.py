@@ -1,4 +1,4 @@
-"""What a torchtitan config class takes, read from its dataclass fields and type hints."""
+"""Which values a torchtitan config class accepts, read from its dataclass fields and type hints."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, NoneType, list, tuple, dict, Any)
 
 @functools.cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Type by name of the public fields of a dataclass."""
+    """The types of the public fields of a dataclass, by name."""
     hints = get_type_hints(cls, include_extras=True)
     names = [f.name for f in dataclasses.fields(cls) if f.init and not f.name.startswith("_")]
     return {name: hints[name] for name in names}
@@ -24,7 +24,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def settable(cls: type) -> dict[str, Any]:
-    """Type by name of the fields that TOML can set: data, not functions or classes."""
+    """The types of the fields that TOML can set, by name: data, not functions or classes."""
     if issubclass(cls, ModelSpec):  # name and flavor only say what the model was made from
         return {"model": field_types(cls)["model"]}
     return {
@@ -35,7 +35,7 @@ def settable(cls: type) -> dict[str, Any]:
 
 
 def members_of(hint: Any) -> list[Any]:
-    """The types a value may have: those of a union, without annotations."""
+    """The types that a value may have: those of a union, without annotations."""
     if get_origin(hint) is Annotated:
         return members_of(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -44,7 +44,7 @@ def members_of(hint: Any) -> list[Any]:
 
 
 def data_types(members: list[Any]) -> list[Any]:
-    """Those of the types whose values TOML can give."""
+    """The types among ``members`` whose values TOML can give."""
     return [m for m in members if is_dataclass(m) or m in _PLAIN or get_origin(m) in _FITS]
 
 
@@ -61,7 +61,7 @@ def variants(hint: Any) -> dict[str, type]:
 def config_element(members: list[Any], current: Any) -> Any:
     """The config class that a list holds, or None where it is no list of configs.
 
-    The list's own elements tell where its type does not: model configs say `layers: list`.
+    Its elements show it where its type does not: model configs have ``layers: list``.
     """
     if isinstance(current, list) and current and is_dataclass(current[0]):
         return type(current[0])
@@ -75,7 +75,7 @@ def is_mapping(members: list[Any]) -> bool:
 
 
 def defaults(cls: type) -> dict[str, Any]:
-    """Default by name of every field that a new `cls` takes, MISSING where there is none."""
+    """The defaults of all fields of a new ``cls``, by name; MISSING where there is none."""
     return {
         f.name: f.default if f.default_factory is MISSING else f.default_factory()
         for f in dataclasses.fields(cls)
@@ -84,12 +84,12 @@ def defaults(cls: type) -> dict[str, Any]:
 
 
 def values(config: Any) -> dict[str, Any]:
-    """Value by name of the fields that TOML can set."""
+    """The values of the fields that TOML can set, by name."""
     return {name: getattr(config, name) for name in settable(type(config))}
 
 
 def fit(members: list[Any], given: Any) -> Any:
-    """`given` as a value of one of the types, MISSING where it is of none."""
+    """``given`` as a value of one of the types, MISSING where it is of none."""
     if type(given) in members:
         return given
     fitted = (_FITS[get_origin(m) or m](m, given) for m in members if (get_origin(m) or m) in _FITS)
@@ -128,7 +128,7 @@ _FITS: dict[Any, Callable[[Any, Any], Any]] = {
 
 
 def fit_like(current: Any, given: Any) -> Any:
-    """`given` for an untyped place that holds `current`, MISSING where it is of another kind."""
+    """``given`` for an untyped place that holds ``current``, MISSING if it is of another kind."""
     if current is MISSING or current is None:
         return given
     if type(current) in (int, float) and type(given) in (int, float):

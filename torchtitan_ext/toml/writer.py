@@ -1,4 +1,4 @@
-"""Configs and values written as TOML."""
+"""Writes configs and values as TOML."""
 
 import dataclasses
 import json
@@ -35,15 +35,15 @@ def to_key(name: str) -> str:
 
 
 def to_lines(values: dict[str, Any]) -> list[str]:
-    """One line `key = value` for each."""
+    """One line ``key = value`` for each value."""
     return [f"{to_key(name)} = {to_literal(value)}" for name, value in values.items()]
 
 
 def tables(config: Any, hint: Any) -> list[tuple[str, list[str]]]:
     """The tables of a config, its own keys first: paths relative to it, and lines.
 
-    `hint` is the type of the field that holds the config; where that is a union of named configs,
-    `type` is one of the keys.
+    ``hint`` is the type of the field that holds the config; where that is a union of named configs,
+    ``type`` is one of the keys.
     """
     own: dict[str, Any] = {}
     below: list[tuple[str, list[str]]] = []
@@ -58,7 +58,7 @@ def tables(config: Any, hint: Any) -> list[tuple[str, list[str]]]:
             if all(map(_is_flat, value)):
                 own[name] = [schema.values(element) for element in value]
                 continue
-            for key, element in _runs([tables(element, None) for element in value]):
+            for key, element in _ranges([tables(element, None) for element in value]):
                 below += _under(f"{name}.{to_key(key)}", element)
         elif _is_literal(value):
             own[name] = value
@@ -69,13 +69,13 @@ def _under(name: str, tables: list[tuple[str, list[str]]]) -> list[tuple[str, li
     return [(f"{name}.{path}" if path else name, lines) for path, lines in tables]
 
 
-def _runs(elements: list[Any]) -> Iterator[tuple[str, Any]]:
-    """Runs of equal elements under the keys that name them: "*", "0", "1-5"."""
+def _ranges(elements: list[Any]) -> Iterator[tuple[str, Any]]:
+    """Ranges of equal elements under the keys that name them: "*", "0", "1-5"."""
     first = 0
     for end in range(1, len(elements) + 1):
         if end == len(elements) or elements[end] != elements[first]:
-            run = str(first) if end == first + 1 else f"{first}-{end - 1}"
-            yield "*" if end - first == len(elements) else run, elements[first]
+            key = str(first) if end == first + 1 else f"{first}-{end - 1}"
+            yield "*" if end - first == len(elements) else key, elements[first]
             first = end
 
 
@@ -88,6 +88,6 @@ def _is_literal(value: Any) -> bool:
 
 
 def _is_flat(config: Any) -> bool:
-    """Whether TOML can make the config anew from values alone."""
+    """Whether TOML can make the config from values alone."""
     values = schema.values(config)
     return values.keys() == {f.name for f in dataclasses.fields(config)} and _is_literal(values)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from narrowcast import errors
 from narrowcast.allgather.codec import Scheme
+from narrowcast.allgather.gather import Gather, GatherState, describe
 from narrowcast.allgather.offload import HostCopies, Prefetcher
 from narrowcast.allgather.shard_codec import Prepared, ShardCodec
 from narrowcast.attribution import counted_by_caller
@@ -37,36 +38,10 @@ from narrowcast.fsdp2 import (
 from narrowcast.telemetry.ledger import Ledger
 from narrowcast.telemetry.narrowed import GatherTelemetry
 from narrowcast.util import ordinary, own_mode
-from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
 from narrowcast.wire.exchange import start_round
-from narrowcast.wire.packet import Header
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class GatherState:
-    """What the ranks of one process group know of each other's shards of one size.
-
-    Attributes:
-        padded_size: bytes that every rank sends in the first round of the next gather, as agreed.
-        prepared: this rank's shard, if it was encoded ahead of its gather.
-    """
-
-    codec: ShardCodec
-    padded_size: int
-    prepared: Prepared | None = None
-
-    @property
-    def next_size(self) -> int:
-        """Bytes of the payload that is prepared; without one, of the buffer agreed upon last."""
-        return self.prepared.payload.numel() if self.prepared is not None else self.padded_size
-
-    def reset(self) -> None:
-        """Drops what is cached, but not ``padded_size``, on which the ranks have agreed."""
-        self.codec.reset()
-        self.prepared = None
 
 
 @dataclass(eq=False)
@@ -247,7 +222,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         state = self.state_of(group)
         if state.codec.shard_bytes != shard_bytes.numel():
             raise errors.SettingsError(
-                f"{self._subject()} FSDP2 gathers {shard_bytes.numel()} bytes a rank, but its "
+                f"{describe(self.group)} FSDP2 gathers {shard_bytes.numel()} bytes a rank, but its "
                 f"parameters have {state.codec.shard_bytes}: they were changed in a way that is "
                 "not known here. Narrow the model after all changes of its parameters"
             )
@@ -256,13 +231,14 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         with counted_by_caller():
             is_late = async_op or self.group.device.type == "cpu"
             buffers, work = start_round(prepared.payload, state.padded_size, group, is_late)
+        gather = Gather(self.group, group, state, prepared, buffers, self.telemetry)
 
         def finish() -> None:
             self.prefetcher.finishes(state.codec.cache)
             if work is not None:
                 self.wait(work)
             with counted_by_caller():
-                self._finish(state, group, prepared, buffers, rows)
+                gather.finish(rows)
 
         return finish
 
@@ -282,96 +258,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             self.on_unannounced(self)
         return prepared
 
-    def _finish(
-        self,
-        state: GatherState,
-        group: dist.ProcessGroup,
-        prepared: Prepared,
-        buffers: Tensor,
-        rows: Tensor,
-    ) -> None:
-        """Checks what arrived, and decodes it into ``rows`` (W, bytes) and into the cache."""
-        codec, ranks = state.codec, dist.get_process_group_ranks(group)
-        headers = self._read_headers(codec, ranks, buffers)
-        sent_bytes, bodies = self._bodies(state, group, prepared, buffers, headers)
-        for r, (rank, header, body) in enumerate(zip(ranks, headers, bodies, strict=True)):
-            own_shard = prepared.shard_bytes if r == codec.rank else None
-            with self._error_context(rank), self.telemetry.coding():
-                codec.decode(r, header, body, rows[r], own_shard)
-        if codec.verifies:
-            self._verify(ranks, group, headers, rows)
-        codec.sequence += 1
-        state.padded_size = codec.payload_bytes_if_unchanged(headers)
-        self.telemetry.on_gathered(
-            self.group,
-            group,
-            num_values=codec.num_values,
-            shard_bytes=prepared.shard_bytes.numel(),
-            sent_bytes=sent_bytes,
-            changes=prepared.changes,
-        )
-
-    def _read_headers(self, codec: ShardCodec, ranks: list[int], buffers: Tensor) -> list[Header]:
-        on_host = buffers[:, : codec.header_size].cpu().numpy()  # of all ranks in one copy
-        headers = []
-        for rank, header_bytes, buffer in zip(ranks, on_host, buffers, strict=True):
-            with self._error_context(rank):
-                headers.append(codec.read_header(header_bytes.tobytes(), buffer))
-        with self._error_context():
-            packet.check_agreement(dict(zip(ranks, headers, strict=True)))
-        return headers
-
-    def _bodies(
-        self,
-        state: GatherState,
-        group: dist.ProcessGroup,
-        prepared: Prepared,
-        buffers: Tensor,
-        headers: list[Header],
-    ) -> tuple[int, list[Tensor]]:
-        """The bodies of all payloads, after a second round if one did not fit into its buffer.
-
-        Returns:
-            Bytes that each rank has sent in all, and the bodies without their padding.
-        """
-        header_size = state.codec.header_size
-        sizes = [header.body_size for header in headers]
-        sent_bytes, padded_bodies = state.padded_size, buffers[:, header_size:]
-        if header_size + max(sizes) > state.padded_size:
-            body = prepared.payload[header_size:]
-            padded_bodies, _ = start_round(body, max(sizes), group, async_op=False)
-            sent_bytes += max(sizes)
-        return sent_bytes, [body[:size] for body, size in zip(padded_bodies, sizes, strict=True)]
-
-    def _verify(
-        self, ranks: list[int], group: dist.ProcessGroup, headers: list[Header], rows: Tensor
-    ) -> None:
-        """Compares checksums of all rows with those that the senders took before encoding."""
-        differs = [
-            packet.checksum(row) != header.shard_checksum
-            for row, header in zip(rows, headers, strict=True)
-        ]
-        wrong = torch.tensor(differs, dtype=torch.int32, device=rows.device)
-        dist.all_reduce(wrong, op=dist.ReduceOp.MAX, group=group)
-        self.telemetry.on_small_all_reduce(4 * len(differs), group)
-        wrong_ranks = [
-            rank for rank, is_wrong in zip(ranks, wrong.tolist(), strict=True) if is_wrong
-        ]
-        if wrong_ranks:
-            with self._error_context(wrong_ranks[0]):
-                raise errors.VerificationError(
-                    "was not rebuilt as it was sent, on at least one rank: caches differ. Call "
-                    "reset() of the handle on every rank, or restart from the last checkpoint"
-                )
-
     def _together(self) -> AbstractContextManager[None]:
-        return self.job.together(self._subject()) if self.job is not None else nullcontext()
-
-    def _error_context(self, rank: int | None = None) -> AbstractContextManager[None]:
-        """Names in an error the gather, and the sender of the payload, that it is about."""
-        return errors.error_context(self._subject(rank))
-
-    def _subject(self, rank: int | None = None) -> str:
-        names = self.group.names
-        gather = f"all-gather of {self.group.name} ({names[0]} .. {names[-1]}):"
-        return gather if rank is None else f"{gather} the payload of rank {rank}"
+        if self.job is None:
+            return nullcontext()
+        return self.job.together(describe(self.group))

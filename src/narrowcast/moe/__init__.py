@@ -1,1 +1,1 @@
-"""Tokens on their way: dispatch and combine, expert computation."""
+"""Dispatch and combine of tokens, and the computation of their experts."""

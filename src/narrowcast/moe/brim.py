@@ -1,21 +1,21 @@
-"""Bidirectional Re-Index Matrices: which rows of one token state come of which rows of another.
+"""Bidirectional Re-Index Matrices: which rows of one token state belong to which rows of another.
 
-Occult (section 3.1, appendix A.2) has three states of the tokens of an MoE layer,
+Occult (section 3.1, appendix A.2) defines three states of the tokens of an MoE layer,
 
-    ORI   tokens as the layer gets them, (T, D)
-    SFD   a row for each token and rank that holds any of its experts: what crosses the wire, (S, D)
-    EPD   a row for each token and expert, within the experts alone, (N, F)
+    ORI   the tokens as the layer receives them, (T, D)
+    SFD   a row for each token and rank that holds any of its experts: what is sent, (S, D)
+    EPD   a row for each token and expert, which exists within the experts only, (N, F)
 
-and a matrix between each two: BRIM_0 (ranks, T) holds the row in SFD of a token on a rank, BRIM_1
-(local experts, S) the row in EPD of a row in SFD at an expert, and -1 where there is none. Wide
-rows are numbered block by block (rank by rank, expert by expert), tokens in order in each.
+and a matrix between each two. BRIM_0 (ranks, T) holds the row in SFD of a token on a rank. BRIM_1
+(local experts, S) holds the row in EPD of a row in SFD at an expert. An entry without a row is -1.
+Wide rows are numbered block by block (rank by rank, or expert by expert), and by token within each.
 
     scattering   narrow -> wide    a row is read once for each of its replicas
-    merging      wide -> narrow    replicas are added up, in fp32, in the order of their blocks
+    merging      wide -> narrow    replicas are summed in fp32, in the order of their blocks
 
-Most of a BRIM is -1. `Brim` holds the rest, condensed: O(rows x k), built without a loop over
-blocks or rows, and without asking the device for anything. `dense_brim` is the paper's algorithm
-as it stands, which `Brim.dense` is tested against.
+Most entries of a BRIM are -1. ``Brim`` stores the others: O(rows x k), built without a loop over
+blocks or rows, and without synchronizing with the device. ``dense_brim`` is the algorithm as the
+paper prints it; tests compare ``Brim.dense`` with it.
 """
 
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Brim:
-    """A BRIM from N narrow rows to W wide ones in B blocks, condensed.
+    """A BRIM from N narrow rows to W wide rows in B blocks, in compressed form.
 
     Attributes:
         source_W: (W,) int64, the narrow row that each wide row is a replica of.
         wide_W: (W,) int64, the wide rows of the first narrow row in the order of their blocks, then
             those of the second, and so on.
-        starts_N: (N,) int64, where those of each narrow row start in `wide_W`.
-        entry_W: (W,) int64, the place in the flat (N, K) assignments that each wide row stands for:
-            of several in one block, the first.
+        starts_N: (N,) int64, where the wide rows of each narrow row start in ``wide_W``.
+        entry_W: (W,) int64, the entry of the flat (N, K) assignments that each wide row stands for:
+            the first one, where several are in one block.
     """
 
     source_W: Tensor
@@ -45,7 +45,7 @@ class Brim:
     entry_W: Tensor
 
     def dense(self, counts_B: Tensor) -> Tensor:
-        """(B, N) as the paper has it, -1 for no row.
+        """Return (B, N) the matrix of the paper, -1 where there is no row.
 
         Args:
             counts_B: (B,) wide rows of each block.
@@ -63,10 +63,11 @@ class Assignments:
 
     Attributes:
         block_NK: (N, K) int64, the blocks of each row, ascending; B for none.
-        order_NK: (N, K) int64, where each of them stood before.
-        first_NK: (N, K) bool, whether it is the first of its block.
+        order_NK: (N, K) int64, the column that each of them had before sorting.
+        first_NK: (N, K) bool, whether it is the first assignment of its row to its block.
         counts_B: (B,) int64, wide rows of each block.
-        wide_order_M: (N * K,) int64, places in the flat `block_NK`: of wide rows first, in order.
+        wide_order_M: (N * K,) int64, entries of the flat ``block_NK``: those of the wide rows come
+            first, in the order of the wide rows.
     """
 
     block_NK: Tensor
@@ -77,15 +78,15 @@ class Assignments:
 
     @property
     def wide_NK(self) -> Tensor:
-        """(N, K) the wide row of each assignment; of no meaning where it has none."""
+        """(N, K) the wide row of each assignment; undefined where it has none."""
         wide_M = torch.zeros_like(self.wide_order_M)
         wide_M[self.wide_order_M] = torch.arange(len(wide_M), device=wide_M.device)
         index_K = torch.arange(self.block_NK.shape[1], device=wide_M.device)
-        return wide_M.view_as(self.block_NK).gather(1, index_K - self.place_NK)
+        return wide_M.view_as(self.block_NK).gather(1, index_K - self.ordinal_NK)
 
     @property
-    def place_NK(self) -> Tensor:
-        """(N, K) which of the assignments of its row and block each one is, from 0."""
+    def ordinal_NK(self) -> Tensor:
+        """(N, K) the index of each assignment among those of its row and block, from 0."""
         index_K = torch.arange(self.block_NK.shape[1], device=self.block_NK.device)
         return index_K - (index_K * self.first_NK).cummax(dim=1).values
 
@@ -94,7 +95,7 @@ def assign(block_NK: Tensor, num_blocks: int) -> Assignments:
     """Assign narrow rows to blocks: ranks (BRIM_0) or local experts (BRIM_1).
 
     Args:
-        block_NK: (N, K) integers, the block of each assignment; `num_blocks` for none.
+        block_NK: (N, K) integers, the block of each assignment; ``num_blocks`` for none.
         num_blocks: B.
     """
     block_NK, order_NK = block_NK.long().sort(dim=1, stable=True)
@@ -108,30 +109,30 @@ def assign(block_NK: Tensor, num_blocks: int) -> Assignments:
 
 
 def build_brim(assigned: Assignments, num_wide: int) -> Brim:
-    """The BRIM of assignments (Occult, algorithms 3 and 5).
+    """Return the BRIM of assignments (Occult, algorithms 3 and 5).
 
     Args:
-        assigned: of N rows.
-        num_wide: W, the sum of its counts, which the host knows by now.
+        assigned: assignments of N rows.
+        num_wide: W, the sum of their counts, which the host knows by now.
     """
     top_k = max(assigned.block_NK.shape[1], 1)
     order_W = assigned.wide_order_M[:num_wide]
     source_W = order_W // top_k
     entry_W = source_W * top_k + assigned.order_NK.flatten()[order_W]
-    # The first assignments in a row and block, row by row; the others go to one place at the end.
+    # The first assignments of a row to a block, row by row. The others go to one entry at the end.
     rank_M = assigned.first_NK.flatten().cumsum(0) - 1
-    place_M = rank_M.masked_fill(~assigned.first_NK.flatten(), num_wide)
-    wide_W = order_W.new_zeros(num_wide + 1).scatter_(0, place_M, assigned.wide_NK.flatten())
+    index_M = rank_M.masked_fill(~assigned.first_NK.flatten(), num_wide)
+    wide_W = order_W.new_zeros(num_wide + 1).scatter_(0, index_M, assigned.wide_NK.flatten())
     ends_N = assigned.first_NK.sum(dim=1).cumsum(0)
     starts_N = ends_N - assigned.first_NK.sum(dim=1)
     return Brim(source_W, wide_W[:num_wide], starts_N, entry_W)
 
 
 def dense_brim(is_assigned_BN: Tensor) -> Tensor:
-    """(B, N) a BRIM by Occult's algorithms 3 and 5 to the letter, for tests and reading.
+    """Return (B, N) a BRIM by algorithms 3 and 5 of Occult as printed, for tests and readers.
 
     Args:
-        is_assigned_BN: (B, N) bool, whether a row has an assignment in a block.
+        is_assigned_BN: (B, N) bool, whether a row has an assignment to a block.
     """
     brim_BN = torch.full(is_assigned_BN.shape, -1)
     counter = 0
@@ -144,13 +145,13 @@ def dense_brim(is_assigned_BN: Tensor) -> Tensor:
 
 
 def scatter_rows(rows_ND: Tensor, source_W: Tensor) -> Tensor:
-    """(W, D) a replica of its narrow row for each wide one."""
+    """Return (W, D) a replica of its narrow row for each wide row."""
     return rows_ND.index_select(0, source_W)
 
 
 def merge_rows(rows_WD: Tensor, wide_W: Tensor, starts_N: Tensor) -> Tensor:
-    """(N, D) fp32, the sum of each narrow row's replicas, added one after the other in the order of
-    their blocks. Arguments as in `Brim`."""
+    """Return (N, D) fp32 the sum of the replicas of each narrow row, added one after the other in
+    the order of their blocks. The arguments are those of ``Brim``."""
     if rows_WD.numel() == 0 or len(starts_N) == 0:
         return rows_WD.new_zeros(len(starts_N), rows_WD.shape[1], dtype=torch.float32)
     return F.embedding_bag(wide_W, rows_WD.float(), starts_N, mode="sum")
@@ -183,10 +184,10 @@ class _Merge(torch.autograd.Function):
 
 
 def scatter(rows_ND: Tensor, brim: Brim) -> Tensor:
-    """(W, D) scattering: a replica for each wide row. Gradients are merged, in fp32."""
+    """Return (W, D) a replica for each wide row. Gradients are merged in fp32."""
     return _Scatter.apply(rows_ND, brim.source_W, brim.wide_W, brim.starts_N)
 
 
 def merge(rows_WD: Tensor, brim: Brim) -> Tensor:
-    """(N, D) merging: replicas added up in fp32 and rounded once. Gradients are scattered."""
+    """Return (N, D) the sums of the replicas, in fp32 and rounded once. Gradients are scattered."""
     return _Merge.apply(rows_WD, brim.source_W, brim.wide_W, brim.starts_N)

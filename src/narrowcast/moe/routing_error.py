@@ -1,4 +1,8 @@
-"""Routing rows that no dispatch can follow: seen on the device, described once the host asks."""
+"""Checks of the routing that a dispatch receives.
+
+The device finds invalid rows without waiting; they are described once the host asks. All ranks then
+raise the same error.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,59 +12,64 @@ from narrowcast.errors import NarrowcastError, raise_alike
 
 
 class RoutingError(NarrowcastError):
-    """A rank's routing names a slot twice for a token, or one that does not exist."""
+    """The routing of a rank names a slot twice for one token, or a slot that does not exist."""
 
 
 def argument_error(x_TD: Tensor, prob_TK: Tensor, slot_TK: Tensor) -> RoutingError | None:
-    """What is wrong with tokens, probabilities and slots as far as the host sees it."""
+    """Return an error if the dtype of the slots or the shapes of the arguments are invalid."""
     if slot_TK.is_floating_point() or slot_TK.is_complex() or slot_TK.dtype == torch.bool:
-        return _error(f"slots are {slot_TK.dtype}; due are integers, as int64 or int32")
+        return _error(f"slots are {slot_TK.dtype}; expected integers, such as int64 or int32")
     fit = prob_TK.shape == slot_TK.shape == (*x_TD.shape[:1], *slot_TK.shape[1:])
     if x_TD.ndim != 2 or slot_TK.ndim != 2 or not fit:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (x_TD, prob_TK, slot_TK))
         return _error(
-            f"tokens, probabilities and slots are of shapes {shapes}; due are (T, D), (T, K) and "
+            f"tokens, probabilities and slots have shapes {shapes}; expected (T, D), (T, K) and "
             "(T, K)"
         )
     return None
 
 
 def has_faults(slot_TK: Tensor, num_slots: int) -> Tensor:
-    """() bool, whether any token names a slot twice, or one that does not exist. Does not wait for
-    the device."""
+    """Return () bool, whether any token names a slot twice or a slot that does not exist.
+
+    It does not wait for the device.
+    """
     return _faults(slot_TK, num_slots)[1].any()
 
 
 def first_fault(slot_TK: Tensor, num_slots: int) -> RoutingError | None:
-    """The first token of this rank of which `has_faults` tells. Waits for the device."""
+    """Return an error for the first token for which ``has_faults`` is true, if any.
+
+    It waits for the device.
+    """
     sorted_TK, is_fault_TK = _faults(slot_TK, num_slots)
     found = is_fault_TK.nonzero()
     if not len(found):
         return None
-    token, place = found[0].tolist()
+    token, column = found[0].tolist()
     row = sorted_TK[token].tolist()
-    slot = row[min(place, len(row) - 1)]
+    slot = row[min(column, len(row) - 1)]
     fault = f"slot {slot} twice"
     if not 0 <= slot < num_slots:
-        fault = f"slot {slot}, where there are slots 0 to {num_slots - 1}"
+        fault = f"slot {slot}, but slots are 0 to {num_slots - 1}"
     return _error(
         f"token {token} is routed to {fault} (its row: {slot_TK[token].tolist()}). A router must "
-        "name slots that exist, none of them twice for a token"
+        "name slots that exist, and none of them twice for one token"
     )
 
 
 def agreed(error: RoutingError | None, group: dist.ProcessGroup, device: torch.device) -> Exception:
-    """The error that every rank of a group goes on with, one of which has any."""
+    """Return the error that every rank of a group continues with, where at least one has one."""
     try:
         raise_alike(error, group, device)
     except NarrowcastError as found:
         return found
-    raise AssertionError("a rank said that its routing is wrong, and did not say what")
+    raise AssertionError("a rank reported invalid routing, but no error")
 
 
 def _faults(slot_TK: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """(T, K) slots of each token, ascending, and (T, K + 1) whether one does not lie above the one
-    before it; with -1 before the first and E after the last."""
+    """Return (T, K) the slots of each token, ascending, and (T, K + 1) bool, whether a slot is not
+    larger than the one before it, with -1 before the first and E after the last."""
     sorted_TK = slot_TK.long().sort(dim=1).values
     below_T1, above_T1 = (sorted_TK.new_full((len(slot_TK), 1), end) for end in (-1, num_slots))
     ends_TK = torch.cat([below_T1, sorted_TK, above_T1], dim=1)

@@ -1,10 +1,11 @@
-"""SwiGLU experts over BRIM_1 in plain torch: rows that arrived (SFD) in, a partial sum a row out.
+"""SwiGLU experts over BRIM_1 in plain torch: from received rows (SFD) to one partial sum a row.
 
     x_SD --scatter--> x_ND --w1, w3--> h_NF --probability--> h_NF --w2--> y_ND --merge--> y_SD
 
 Routing probabilities are applied to the intermediate tokens, as in Occult (algorithms 2 and 7), so
-that what leaves is summed already: y = sum over a row's local experts of w2 (p silu(w1 x) w3 x).
-This is the reference of `kernels.py`, which does not hold x_ND and y_ND.
+that the outputs of a row are already summed: y is the sum over its local experts of
+w2 (p silu(w1 x) w3 x). This is the reference of ``swiglu_triton``, which materializes neither x_ND
+nor y_ND.
 """
 
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from narrowcast.moe.brim import Brim, merge, scatter
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """What a rank's rows have to do with its e experts.
+    """Which rows of a rank go to which of its e experts.
 
     Attributes:
-        brim: BRIM_1, from S rows that arrived to N rows, one for each at each expert.
-        offsets_e: (e,) int32, where each expert's rows end among the N.
-        prob_SJ: (S, J) fp32, routing probabilities: `brim.entry_W` are places in it. Takes part in
-            autograd.
+        brim: BRIM_1, from the S rows that arrived to N rows, one for each row and expert.
+        offsets_e: (e,) int32, where the rows of each expert end among the N.
+        prob_SJ: (S, J) fp32 routing probabilities, to which the entries of ``brim.entry_W`` refer.
+            Autograd tracks them.
     """
 
     brim: Brim
@@ -39,29 +40,29 @@ class ExpertRows:
 
 
 def modulated_swiglu(gate_NF: Tensor, up_NF: Tensor, prob_N: Tensor) -> Tensor:
-    """(N, F) p silu(gate) up, computed in fp32 and rounded once. Keeps its inputs for backward, and
-    nothing else."""
+    """Return (N, F) p silu(gate) up, computed in fp32 and rounded once. Only its inputs are saved
+    for backward."""
     return _ModulatedSwiglu.apply(gate_NF, up_NF, prob_N)
 
 
 def swiglu_experts(
     x_SD: Tensor, rows: ExpertRows, w1_eFD: Tensor, w2_eDF: Tensor, w3_eFD: Tensor
 ) -> Tensor:
-    """(S, D) for each row the sum of its local experts' outputs, weighted by their probabilities.
+    """Return (S, D) for each row the sum of its experts' outputs, weighted by their probabilities.
 
     Args:
-        x_SD: (S, D) rows that arrived, bf16 (or what the weights are in).
-        rows: which experts they go to.
+        x_SD: (S, D) rows that arrived, in the dtype of the weights.
+        rows: the local experts that they go to.
         w1_eFD, w2_eDF, w3_eFD: weights of the e local experts; w1 is the gate.
 
     Raises:
-        ValueError: D or F are widths that the grouped product does not take.
+        ValueError: torch's grouped product does not support the width D or F.
     """
     multiple = 16 // w1_eFD.element_size()
     if any(width % multiple for width in w1_eFD.shape[1:]):
         raise ValueError(
-            f"w1 has shape {tuple(w1_eFD.shape)}: torch's grouped product in {w1_eFD.dtype} takes "
-            f"rows of 16 bytes and multiples of them: pad D and F to multiples of {multiple}"
+            f"w1 has shape {tuple(w1_eFD.shape)}: torch's grouped product in {w1_eFD.dtype} needs "
+            f"rows of a multiple of 16 bytes: pad D and F to multiples of {multiple}"
         )
     x_ND = scatter(x_SD, rows.brim)
     gate_NF = grouped_mm(x_ND, w1_eFD, rows.offsets_e)
@@ -71,7 +72,7 @@ def swiglu_experts(
 
 
 def grouped_mm(x_NI: Tensor, weight_eOI: Tensor, offsets_e: Tensor) -> Tensor:
-    """(N, O) each row times the transposed weight of its expert, as torchtitan has it."""
+    """Return (N, O) each row times the transposed weight of its expert, as in torchtitan."""
     return F.grouped_mm(x_NI, weight_eOI.transpose(-2, -1), offs=offsets_e)
 
 

@@ -1,1 +1,1 @@
-"""Where experts live: traces, statistics, partition searches, the plan, its file, relocation."""
+"""Where experts live: traces and their statistics, searches, plans and their files, relocation."""

@@ -1,8 +1,8 @@
 """Which experts are selected together: in one layer, and from one layer to the next.
 
-Sources: "Occult" (section 2.1, equations 3 and 4) for the co-selection graph of a layer; "Expert
-Coupling" (II.B, VI.A, appendix D) for the tables from layer to layer, and for how far a table of
-some tokens holds for others.
+Sources: Occult (section 2.1, equations 3 and 4) for the co-selection graph of a layer; Expert
+Coupling (sections II.B and VI.A, appendix D) for the tables from layer to layer, and for the
+correlation of the tables of different tokens.
 """
 
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# The fewest tokens that Expert Coupling fits tables on (VI.A).
 MIN_TOKENS = 1024
+"""The fewest tokens that Expert Coupling fits tables on (section VI.A)."""
 
 
 @dataclass(frozen=True)
 class CrossLayerTable:
-    """How often each expert of the next layer follows given experts of the layers before.
+    """How often each expert of the next layer follows given experts of the layers before it.
 
     Attributes:
-        keys_NQ: (N, Q) int64, the given experts, one of each of the Q layers before; in ascending
-            order, each row once.
-        counts_NE: (N, E) int64, tokens that selected the row's experts and then expert e.
-        support_N: (N,) int64, tokens that selected the row's experts: what it was estimated from.
+        keys_NQ: (N, Q) int64, the given experts, one of each of the Q layers before: distinct rows
+            in ascending order.
+        counts_NE: (N, E) int64, tokens that selected the experts of the row and then expert e.
+        support_N: (N,) int64, tokens that selected the experts of the row.
     """
 
     keys_NQ: Tensor
@@ -31,20 +31,21 @@ class CrossLayerTable:
 
     @property
     def probabilities_NE(self) -> Tensor:
-        """(N, E) float64: that a token with the row's experts selects expert e next.
+        """(N, E) float64, the probability that a token with the experts of the row selects expert e
+        next.
 
-        A row sums to K, for a token selects K experts. It is nan where the support is 0.
+        A row sums to K, because a token selects K experts. It is nan where the support is 0.
         """
         return self.counts_NE.double() / self.support_N[:, None]
 
 
 def coselection(ids_TK: Tensor, num_experts: int, weight_T: Tensor | None = None) -> Tensor:
-    """How many tokens selected both expert i and expert j (Occult, equation 3).
+    """Return how many tokens selected both expert i and expert j (Occult, equation 3).
 
     Args:
-        ids_TK: (T, K) experts of each token, each once in a row, of any integer dtype.
+        ids_TK: (T, K) experts of each token, all different within a row, of any integer dtype.
         num_experts: E.
-        weight_T: (T,) whole number of tokens that each row stands for; by default one.
+        weight_T: (T,) number of tokens that each row stands for; by default one.
 
     Returns:
         (E, E) int64, symmetric, with a zero diagonal.
@@ -62,22 +63,22 @@ def coselection(ids_TK: Tensor, num_experts: int, weight_T: Tensor | None = None
 
 
 def normalized(counts_EE: Tensor) -> Tensor:
-    """(E, E) float64: co-selection counts over the largest of them (Occult, equation 4).
+    """Return (E, E) float64 the co-selection counts over the largest of them (Occult, equation 4).
 
-    Without any co-selection all of it is 0.
+    It is 0 without any co-selection.
     """
     return counts_EE.double() / counts_EE.max().clamp(min=1)
 
 
 def first_order(previous_TK: Tensor, next_TK: Tensor, num_experts: int) -> CrossLayerTable:
-    """From each expert of a layer to the experts of the next (Expert Coupling, II.B).
+    """Return the table from each expert of a layer to those of the next (Expert Coupling, II.B).
 
     Args:
         previous_TK, next_TK: (T, K) experts of the same tokens in two successive layers.
         num_experts: E.
 
     Returns:
-        E rows, one for every expert, with support 0 for one that no token selected.
+        E rows, one for each expert, with support 0 for an expert that no token selected.
 
     Raises:
         ValueError: fewer than `MIN_TOKENS` tokens.
@@ -88,7 +89,7 @@ def first_order(previous_TK: Tensor, next_TK: Tensor, num_experts: int) -> Cross
 def second_order(
     before_TK: Tensor, previous_TK: Tensor, next_TK: Tensor, num_experts: int
 ) -> CrossLayerTable:
-    """From pairs of experts, one of each of two successive layers, to the experts of the next.
+    """Return the table from pairs of experts, of two successive layers, to those of the next layer.
 
     Args:
         before_TK, previous_TK, next_TK: (T, K) experts of the same tokens in three successive
@@ -96,7 +97,7 @@ def second_order(
         num_experts: E.
 
     Returns:
-        One row for every pair that some token selected: at most T * K * K, of E * E that there are.
+        One row for each pair that a token selected: at most T * K * K of the E * E pairs.
 
     Raises:
         ValueError: fewer than `MIN_TOKENS` tokens.
@@ -110,10 +111,10 @@ def second_order(
 
 
 def most_frequent_next(table: CrossLayerTable) -> Tensor:
-    """(N,) float64: the share of each row's tokens that select its most frequent next expert.
+    """Return (N,) float64 the share of each row's tokens that select its most frequent next expert.
 
-    Expert Coupling, II.B: "112 of 128 layer-8 experts send at least 30 % of their tokens to one
-    specific layer-9 expert, and the median share is 48 %". It is nan where the support is 0.
+    Expert Coupling, section II.B: "112 of 128 layer-8 experts send at least 30 % of their tokens to
+    one specific layer-9 expert, and the median share is 48 %". It is nan where the support is 0.
     """
     return table.probabilities_NE.amax(dim=1)
 
@@ -121,17 +122,18 @@ def most_frequent_next(table: CrossLayerTable) -> Tensor:
 def held_out_correlation(
     fitted: Tensor | CrossLayerTable, held_out: Tensor | CrossLayerTable
 ) -> float:
-    """How far a table of some tokens holds for others: Pearson's correlation of their entries.
+    """Return Pearson's correlation of the entries of two tables, fitted on different tokens.
 
-    Expert Coupling, VI.A, reports 0.93 (top-2) and 0.98 (top-6) for co-selection on 4,096 tokens.
+    Expert Coupling, section VI.A, reports 0.93 (top-2) and 0.98 (top-6) for co-selection on 4,096
+    tokens.
 
     Args:
-        fitted, held_out: of `coselection`, of which each pair of experts enters once; or
-            cross-layer tables of one order, of which all counts do. A row that only one of them has
-            is 0 in the other.
+        fitted, held_out: two results of ``coselection``, in which each pair of experts counts once;
+            or two cross-layer tables of the same order, in which all counts do. A row that only one
+            of them has is 0 in the other.
 
     Returns:
-        From -1 to 1; nan where all entries of a table are equal.
+        A number from -1 to 1; nan if all entries of a table are equal.
     """
     if isinstance(fitted, CrossLayerTable):
         x, y = _aligned(fitted, held_out)
@@ -143,7 +145,7 @@ def held_out_correlation(
 
 
 def _aligned(one: CrossLayerTable, other: CrossLayerTable) -> list[Tensor]:
-    """The counts of two tables, flat and float64, with the rows of either."""
+    """Return the counts of two tables, flattened, in float64, with the rows of both."""
     keys_NQ, row_N = torch.cat([one.keys_NQ, other.keys_NQ]).unique(dim=0, return_inverse=True)
     rows = row_N.split([len(one.keys_NQ), len(other.keys_NQ)])
     aligned = []
@@ -155,10 +157,10 @@ def _aligned(one: CrossLayerTable, other: CrossLayerTable) -> list[Tensor]:
 
 
 def _table(keys_NQ: Tensor, row_TC: Tensor, next_TK: Tensor, num_experts: int) -> CrossLayerTable:
-    """Counts the C rows that each token belongs to against the K experts it selects next."""
+    """Count the C rows of each token against the K experts that it selects next."""
     if len(next_TK) < MIN_TOKENS:
         raise ValueError(
-            f"{len(next_TK)} tokens are too few to estimate which expert follows which from: "
+            f"{len(next_TK)} tokens are too few to estimate which expert follows which: "
             f"record at least {MIN_TOKENS}"
         )
     rows = len(keys_NQ)

@@ -1,4 +1,4 @@
-"""Co-selection counts, where no trace was kept: their files, and what they say of a placement."""
+"""Co-selection counts, for routers without a trace: their files, and metrics of a placement."""
 
 import math
 import zipfile
@@ -19,10 +19,10 @@ class CoselectionCounts:
     """How many tokens of each of L layers selected both of two experts.
 
     Attributes:
-        model: name and flavor, as in a trace; else the name of the file.
-        layers: names of the MoE modules; else "layers.0" and so on.
+        model: name and flavor, as in a trace; otherwise the name of the file.
+        layers: names of the MoE modules; otherwise "layers.0" and so on.
         counts_LEE: (L, E, E) int64, symmetric, with a zero diagonal.
-        top_k: experts of a token, or None where that is not known.
+        top_k: experts of a token, or None if unknown.
     """
 
     model: str
@@ -32,48 +32,49 @@ class CoselectionCounts:
 
     @property
     def num_experts(self) -> int:
+        """E."""
         return self.counts_LEE.shape[1]
 
     @property
     def load_LE(self) -> Tensor:
-        """(L, E) int64: assignments of each expert, times K - 1."""
+        """(L, E) int64, assignments to each expert, times K - 1."""
         return self.counts_LEE.sum(dim=2)
 
-    def check_tells_rows(self) -> None:
-        """Raise a ValueError unless the rows of tokens follow from pairs: at top-2 a token is one
+    def check_determines_rows(self) -> None:
+        """Raise a ``ValueError`` unless pairs determine the rows of tokens: at top-2 a token is one
         pair."""
         if self.top_k != 2:
             router = "is not known" if self.top_k is None else f"is {self.top_k}"
             raise ValueError(
-                'co-selection counts tell the ranks of a token, which method "rows" counts, of a '
-                f"top-2 router alone, and top_k {router} here: give --top-k 2 if it is one, take "
-                "--method pairwise, or record a trace"
+                'co-selection counts determine the ranks of a token, which method "rows" counts, '
+                f"for a top-2 router only, and top_k {router} here: give --top-k 2 if it is one, "
+                "use --method pairwise, or record a trace"
             )
 
 
 def is_coselection(path: str | Path) -> bool:
-    """Whether a file is an .npz archive, and so no trace."""
+    """Return whether a file is an .npz archive, and therefore not a trace."""
     return zipfile.is_zipfile(path)
 
 
 def load_coselection(path: str | Path, top_k: int | None = None) -> CoselectionCounts:
-    """Read an .npz file: array `coselection` (L, E, E), and on wish `model` (a text) and `layers`
-    (L texts), which a placement needs in order to be trained with.
+    """Read an .npz file with the array ``coselection`` (L, E, E) and, optionally, ``model`` (a
+    string) and ``layers`` (L strings), which a placement needs in order to be used in training.
 
     Args:
-        path: of the file.
+        path: the file.
         top_k: experts of a token.
 
     Raises:
-        ValueError: it holds no such counts; the message says what is wrong.
+        ValueError: it has no such counts. The message names what is wrong.
     """
     if top_k is not None and top_k < 2:
-        raise ValueError(f"top_k = {top_k}: co-selection takes 2 experts a token at least")
+        raise ValueError(f"top_k = {top_k}: co-selection needs at least 2 experts for each token")
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, OSError, zipfile.BadZipFile, EOFError) as error:
-        raise ValueError(f"{path} is no .npz file of co-selection counts: {error}") from error
+        raise ValueError(f"{path} is not an .npz file of co-selection counts: {error}") from error
     if "coselection" not in arrays:
         raise ValueError(
             f"{path} has no array `coselection`: it has {', '.join(arrays) or 'none'}. Give one of "
@@ -83,7 +84,7 @@ def load_coselection(path: str | Path, top_k: int | None = None) -> CoselectionC
     if wrong := _wrong(counts_LEE):
         raise ValueError(
             f"{path}: coselection {wrong}. Entry (l, i, j) counts the tokens of layer l that "
-            "selected both expert i and expert j, and expert i with itself never"
+            "selected both expert i and expert j, and is 0 for i = j"
         )
     layers = arrays.get("layers", np.array([f"layers.{i}" for i in range(len(counts_LEE))]))
     names = tuple(map(str, layers.reshape(-1)))
@@ -94,12 +95,12 @@ def load_coselection(path: str | Path, top_k: int | None = None) -> CoselectionC
 
 
 def _wrong(counts_LEE: np.ndarray) -> str:
-    """Why an array does not hold co-selection counts; empty if it does."""
+    """Return why an array does not have co-selection counts; an empty string if it does."""
     shape = counts_LEE.shape
     if len(shape) != 3 or shape[1] != shape[2] or 0 in shape:
-        return f"is of shape {shape}, not (layers, experts, experts)"
+        return f"has shape {shape}, not (layers, experts, experts)"
     if not np.issubdtype(counts_LEE.dtype, np.integer):
-        return f"is of dtype {counts_LEE.dtype}, not of whole numbers"
+        return f"has dtype {counts_LEE.dtype}, which is not an integer dtype"
     if counts_LEE.min() < 0:
         return f"has the negative count {counts_LEE.min()}"
     if (counts_LEE != counts_LEE.transpose(0, 2, 1)).any():
@@ -112,8 +113,10 @@ def _wrong(counts_LEE: np.ndarray) -> str:
 
 
 def measure_counts(counts: CoselectionCounts, placement: Placement) -> list[PlacementMetrics]:
-    """What counts tell of a placement, layer by layer: the share of pairs that one rank holds, and
-    loads over their mean; at top-2 the rest too, of tokens on any rank alike. Elsewhere it is nan.
+    """Return the metrics of a placement that counts determine, for each layer.
+
+    These are the share of pairs that are on one rank, and the load of the busiest rank. At top-2
+    they are all metrics, for tokens that are equally likely on any rank. The others are nan.
 
     Raises:
         ValueError: the placement is for another model.
@@ -150,7 +153,7 @@ def _rows(
     rank_E: Tensor,
     placement: Placement,
 ) -> dict[str, float]:
-    """The metrics that follow at top-2 alone, where a token goes to one rank or to two."""
+    """Return the metrics that follow only at top-2, where a token is sent to one rank or to two."""
     names = "rows_per_token", "rows_removed", "nodes_per_token"
     names += "rows_to_ranks", "rows_to_nodes", "busiest_rows"
     if counts.top_k != 2:
@@ -166,5 +169,5 @@ def _rows(
 
 
 def _share_within(counts_EE: Tensor, part_E: Tensor) -> float:
-    """The share of co-selected pairs that one part holds."""
+    """Return the share of co-selected pairs that are on one part."""
     return (counts_EE[part_E[:, None] == part_E].sum() / counts_EE.sum()).item()

@@ -1,4 +1,4 @@
-"""Draws which experts are selected together, before and after a placement."""
+"""A heat map of the experts that are selected together, before and after a placement."""
 
 from pathlib import Path
 
@@ -11,12 +11,14 @@ from narrowcast.util import whole
 def coselection_heatmap(
     trace: RoutingTrace, placement: Placement, layer: str, path: str | Path
 ) -> None:
-    """Write a PNG of one layer's normalised co-selection matrix (Occult, equation 4): experts in
-    their own order, and in the order of the placement's slots, with lines between ranks.
+    """Write a PNG of the normalized co-selection matrix of one layer (Occult, equation 4), with
+    experts in their own order and in the order of the slots of the placement, and lines between
+    ranks.
 
     Raises:
-        ImportError: matplotlib is missing.
-        ValueError: the placement is for another model, or there is no such layer.
+        ImportError: matplotlib is not installed.
+        ValueError: the placement is for another model, or the layer does not exist.
+        OSError: the file cannot be written. The message names it.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,7 +26,7 @@ def coselection_heatmap(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "a heat map needs matplotlib: pip install narrowcast[plots]", name=error.name
+            "a heat map needs matplotlib: pip install 'narrowcast[plots]'", name=error.name
         ) from error
     placement.check(
         model=trace.model,
@@ -45,7 +47,7 @@ def coselection_heatmap(
     FigureCanvasAgg(figure)
     figure.suptitle(f"{trace.model}, {layer}: experts selected together")
     panels = figure.subplots(1, 2)
-    # The square root keeps the many weak pairs apart from zero.
+    # The square root makes the many weak pairs visible.
     scale = PowerNorm(0.5, vmin=0, vmax=1)
     for axes, (title, matrix_EE) in zip(panels, (before, after), strict=True):
         image = axes.imshow(matrix_EE.numpy(), norm=scale, interpolation="nearest")

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from tqdm import tqdm
 
-_WORTH_STARTING = 5.0  # seconds of work, for processes that take some to start
-_BYTES_OF_TORCH = 2**28  # that a process takes before it does anything
+_WORTH_STARTING = 5.0  # seconds of work, beyond which starting processes is worthwhile
+_BYTES_OF_TORCH = 2**28  # memory of a process that has imported torch
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,25 +35,26 @@ def each(
     description: str = "",
     progress: bool = False,
 ) -> list[R]:
-    """What a function makes of each layer's task, in their order.
+    """Return the results of a function for the task of each layer, in the order of the tasks.
 
-    Processes do not inherit this one's threads and devices. They start a Python of their own, which
-    imports the main module: a script that asks for several must be guarded by
-    `if __name__ == "__main__"`. They end with this process, and where it is interrupted.
+    Processes do not inherit the threads and devices of this one. They start their own interpreter,
+    which imports the main module: a script that uses several must be guarded by
+    ``if __name__ == "__main__"``. They end with this process, also when it is interrupted.
 
     Args:
-        function: of a module, or a `functools.partial` of one, that can be pickled.
-        tasks: taken as they are needed, so that few of them are in memory.
-        count: of them.
-        processes: at most; with one, all is done in this process. None: the first layer is done
-            here, and if that shows the others to take long, as many as there is room for.
-        bytes_each: of memory that a layer takes.
-        description: of the bar.
-        progress: show it, on stderr.
+        function: a function of a module, or a ``functools.partial`` of one, that can be pickled.
+        tasks: consumed as needed, so that few of them are in memory.
+        count: number of tasks.
+        processes: maximum number of processes; with one, all layers run in this process. None: the
+            first layer runs here, and if the others would take long, as many processes are started
+            as cores and memory allow.
+        bytes_each: memory that a layer needs.
+        description: label of the progress bar.
+        progress: show the progress bar on stderr.
 
     Raises:
-        ChildProcessError: a process was ended from outside.
-        Exception: what the function raised first.
+        ChildProcessError: a process was killed from outside.
+        Exception: the first one that the function raised.
     """
     tasks, results = iter(tasks), []
     with tqdm(total=count, desc=description, unit="layer", disable=not progress) as bar:
@@ -86,8 +87,8 @@ def _elsewhere(
     with pool, _ended_on_errors(pool):
         while True:
             while len(pending) < 2 * processes and (following := next(numbered, None)):
-                # Pickled here: torch would send tensors through shared memory, of which a
-                # container may have little.
+                # Pickled here: torch would send tensors through shared memory, which is scarce in
+                # containers.
                 future = pool.submit(_call, pickle.dumps((function, following[1])))
                 pending[future] = following[0]
             if not pending:
@@ -98,7 +99,7 @@ def _elsewhere(
 
 
 def processes_for(bytes_each: int) -> int:
-    """How many processes this machine has cores and free memory for."""
+    """Return how many processes this machine has cores and free memory for."""
     available = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
     fitting = int(available[1]) * 1024 // (bytes_each + _BYTES_OF_TORCH)
     return max(1, min(len(os.sched_getaffinity(0)), fitting))
@@ -106,7 +107,7 @@ def processes_for(bytes_each: int) -> int:
 
 @contextlib.contextmanager
 def _ended_on_errors(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """End the processes of a pool if anything is raised, an interrupt too, rather than wait."""
+    """Terminate the processes of a pool on any error or interrupt, rather than wait for them."""
     before = set(multiprocessing.active_children())
     try:
         yield
@@ -116,16 +117,16 @@ def _ended_on_errors(pool: ProcessPoolExecutor) -> Iterator[None]:
             process.terminate()
         if isinstance(error, BrokenProcessPool):
             raise ChildProcessError(
-                "a process that worked on a layer was ended from outside, as a system does that "
-                "runs out of memory: free some, or allow fewer cores (taskset)"
+                "a process that worked on a layer was killed from outside, as happens when memory "
+                "runs out: free some, or allow fewer cores (taskset)"
             ) from error
         raise
 
 
 def _start() -> None:
-    """What every process does first."""
+    """Initialize a process."""
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the parent, which ends this one
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -1,7 +1,7 @@
-"""Which expert lives on which rank: a permutation of every layer's experts, and its file.
+"""Which expert lives on which rank: a permutation of the experts of each layer, and its file.
 
-Expert parallelism gives each of R ranks E / R consecutive *slots*. Without a placement expert i
-lives in slot i (contiguous). A placement only renumbers: routers and parameters stay as they are.
+Expert parallelism gives each of R ranks E / R consecutive slots. Without a placement expert i is in
+slot i (contiguous). A placement only renumbers experts: routers and parameters do not change.
 """
 
 import json
@@ -34,12 +34,12 @@ class Placement:
     """The experts of L layers on `num_ranks` ranks of `num_nodes` nodes.
 
     Attributes:
-        model: name and flavor, as "qwen3 demo".
+        model: name and flavor, such as "qwen3 demo".
         layers: names of the MoE modules, in the order of the model.
-        num_ranks: expert-parallel degree. Ranks of a node are consecutive.
-        num_nodes: that they are spread over.
-        method: how it was found.
-        experts_LE: (L, E) the expert in each slot; slot s is on rank s // (E / num_ranks).
+        num_ranks: expert-parallel degree. The ranks of a node are consecutive.
+        num_nodes: number of nodes of the ranks.
+        method: the method that found it.
+        experts_LE: (L, E) int64, the expert in each slot; slot s is on rank s // (E / num_ranks).
     """
 
     model: str
@@ -51,23 +51,26 @@ class Placement:
 
     @property
     def num_experts(self) -> int:
+        """E, experts of each layer."""
         return self.experts_LE.shape[1]
 
     @property
     def slots_LE(self) -> Tensor:
-        """(L, E) the slot of each expert."""
+        """(L, E) int64, the slot of each expert."""
         return self.experts_LE.argsort(dim=1)
 
     @property
     def ranks_LE(self) -> Tensor:
-        """(L, E) the rank of each expert."""
+        """(L, E) int64, the rank of each expert."""
         return self.slots_LE // (self.num_experts // self.num_ranks)
 
     def check(
         self, *, model: str, layers: tuple[str, ...], num_experts: int, num_ranks: int
     ) -> None:
-        """Raise a ValueError, with both values, if this was made for something else. The order of
-        the layers is free: they go by their names."""
+        """Raise a ``ValueError`` that names both values if this was made for something else.
+
+        The order of the layers may differ: they are matched by name.
+        """
         check_made_for("placement", self, model=model, layers=layers, num_experts=num_experts)
         if self.num_ranks != num_ranks:
             raise ValueError(
@@ -76,18 +79,22 @@ class Placement:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, whole or not at all.
+        """Write the placement as JSON, whole or not at all.
 
         Raises:
-            ValueError: it could not be read again.
-            OSError: it cannot be written; the message names it.
+            ValueError: the file could not be read again.
+            OSError: the file cannot be written. The message names it.
         """
         write_text(Path(path), self.as_json())
 
     def as_json(self) -> str:
-        """What the file holds. Raises a ValueError if it could not be read again."""
+        """Return the content of the file.
+
+        Raises:
+            ValueError: it could not be read again.
+        """
         if (twice := first_twice(self.layers)) is not None:
-            raise ValueError(f"the placement has layer {twice} twice: due are names that differ")
+            raise ValueError(f"the placement has layer {twice} twice: names must differ")
         described = {
             "format": FORMAT,
             "version": VERSION,
@@ -102,7 +109,7 @@ class Placement:
         return _one_layer_a_line(described)
 
     def in_order(self, layers: Sequence[str]) -> "Placement":
-        """The same placement with its layers in another order."""
+        """Return the same placement with its layers in another order."""
         index = [self.layers.index(layer) for layer in layers]
         return replace(self, layers=tuple(layers), experts_LE=self.experts_LE[index])
 
@@ -110,7 +117,7 @@ class Placement:
 def contiguous(
     model: str, layers: tuple[str, ...], num_experts: int, num_ranks: int, num_nodes: int = 1
 ) -> Placement:
-    """Every expert in the slot of its own number."""
+    """Return the placement with every expert in the slot of its own index."""
     experts_LE = torch.arange(num_experts).repeat(len(layers), 1)
     return Placement(model, layers, num_ranks, num_nodes, "contiguous", experts_LE)
 
@@ -118,12 +125,14 @@ def contiguous(
 def check_made_for(
     what: str, made: Any, *, model: str, layers: tuple[str, ...], num_experts: int
 ) -> None:
-    """Raise a ValueError, with both values, if a trace or placement is of another model, whatever
-    the order of its layers.
+    """Raise a ``ValueError`` that names both values if a trace or placement is of another model.
+
+    The order of the layers may differ.
 
     Args:
-        what: its name in the message.
-        made: has `model`, `layers` and `num_experts`.
+        what: "trace" or "placement", for the message.
+        made: has ``model``, ``layers`` and ``num_experts``.
+        model, layers, num_experts: of the model at hand.
     """
     compared = {
         "model": (made.model, model),
@@ -137,12 +146,12 @@ def check_made_for(
         if there != here:
             raise ValueError(
                 f"the {what} is of another {name}: {there} there, {here} here. Record a trace of "
-                "this very model, and plan from it"
+                "this model, and plan from it"
             )
 
 
 def from_parts(part_E: Tensor) -> Tensor:
-    """(E,) the expert in each slot, given the rank of each expert: in ascending order on a rank."""
+    """Return (E,) the expert in each slot, ascending within a rank, given each expert's rank."""
     return torch.argsort(part_E, stable=True)
 
 
@@ -150,8 +159,8 @@ def load_placement(path: str | Path) -> Placement:
     """Read a placement.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no placement, of another version, or damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a placement, is of another version, or is damaged.
     """
     try:
         kind = kind_of(path)
@@ -159,18 +168,24 @@ def load_placement(path: str | Path) -> Placement:
         raise FileNotFoundError(f"{path}: there is no such placement") from None
     try:
         if kind != "text" and "JSON" not in kind:
-            raise ValueError(f"it is {kind}, due is the JSON that `placement plan` writes")
+            raise ValueError(
+                f"it is {kind}, expected is the JSON that `narrowcast placement plan` writes"
+            )
         return _of_json(parse_json(Path(path).read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(
-            f"{path} is no {FORMAT} of version {VERSION}: {error}. Plan it again"
+            f"{path} is not a {FORMAT} of version {VERSION}: {error}. Plan it again"
         ) from error
 
 
 def _of_json(described: Any) -> Placement:
-    """Raises a ValueError that names the field that is not what is due."""
+    """Return the placement that JSON describes.
+
+    Raises:
+        ValueError: a field is invalid. The message names it.
+    """
     if not isinstance(described, dict):
-        raise ValueError(f"it is {shown(described)}, due is an object")
+        raise ValueError(f"it is {shown(described)}, expected is an object")
     field(described, "format", lambda v: v == FORMAT, f'"{FORMAT}"')
     field(described, "version", lambda v: is_integer(v, VERSION, VERSION), str(VERSION))
     num_experts = field(
@@ -209,17 +224,17 @@ def _of_json(described: Any) -> Placement:
 def _check_experts(layer: str, experts: Any, num_experts: int) -> None:
     due = f"each of the {num_experts} experts once"
     if not isinstance(experts, list):
-        raise ValueError(f"{layer} is {shown(experts)}, due is a list: {due}")
+        raise ValueError(f"{layer} is {shown(experts)}, expected is a list: {due}")
     for slot, expert in enumerate(experts):
         if not is_integer(expert, 0, num_experts - 1):
             raise ValueError(
-                f"{layer} has {shown(expert)} in slot {slot}, due is an integer from 0 to "
+                f"{layer} has {shown(expert)} in slot {slot}, expected is an integer from 0 to "
                 f"{num_experts - 1}"
             )
     if (twice := first_twice(experts)) is not None:
-        raise ValueError(f"{layer} has expert {twice} twice, due is {due}")
+        raise ValueError(f"{layer} has expert {twice} twice, expected is {due}")
     if len(experts) != num_experts:
-        raise ValueError(f"{layer} has {len(experts)} experts, due is {due}")
+        raise ValueError(f"{layer} has {len(experts)} experts, expected is {due}")
 
 
 def _one_layer_a_line(described: dict) -> str:

@@ -1,5 +1,7 @@
-"""Plans a placement from a trace, or from co-selection counts: layer by layer, fitted on earlier
-tokens and judged on later ones."""
+"""Plans a placement from a routing trace or from co-selection counts.
+
+Each layer is planned on its own: fitted on earlier tokens, and judged on later ones.
+"""
 
 import functools
 import math
@@ -16,17 +18,18 @@ from narrowcast.placement.correlation import MIN_TOKENS, coselection, normalized
 from narrowcast.placement.coselection import CoselectionCounts
 from narrowcast.placement.effort import SECONDS, Effort
 from narrowcast.placement.placement import Placement, from_parts
+from narrowcast.placement.problem import excess
 from narrowcast.placement.recording import evenly_spaced
+from narrowcast.placement.search import Searched, searched
 from narrowcast.placement.trace import RoutingTrace
 
 Method = Literal["contiguous", "random", "occult", "pairwise", "rows"]
 
-# The share of a trace's later tokens that a plan must prove itself on.
 HELD_OUT = 0.2
+"""The share of a trace, its later tokens, that a plan is judged on."""
 
-# The busiest rank's load over the mean that "rows" may reach in any case; more where contiguous has
-# more, unless a bound is given.
-DEFAULT_LOAD = 1.1
+DEFAULT_MAX_LOAD = 1.1
+"""The bound on load of method "rows", unless contiguous exceeds it or another bound is given."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,8 @@ class Plan:
 
     Attributes:
         placement: within the bound on load, or as little beyond it as was found.
-        free: what no bound would give; equal to it where the bound costs nothing.
-        effort: of each layer. Of its tokens there may have been fewer.
+        free: without a bound; equal to ``placement`` where the bound costs no rows.
+        effort: what the search of each layer was allowed. The trace may have had fewer tokens.
     """
 
     placement: Placement
@@ -46,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The expert in each slot of a layer, (E,) int64: of `Plan.placement` and of `Plan.free`."""
+    """One layer of ``Plan.placement`` and of ``Plan.free``: (E,) int64, the expert in each slot."""
 
     experts_E: Tensor
     free_E: Tensor
@@ -54,15 +57,15 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """What one layer's plan is made from, and judged by.
+    """What the plan of one layer is fitted on, and judged by.
 
     Attributes:
-        layer: its number.
-        num_groups: of a node-limited router, or None.
-        load_E: (E,) assignments to each expert: of all tokens, whichever are fitted on.
-        fitted_TK: experts of the tokens to fit on.
-        judged_TK: of those to judge by.
-        weight_T: how many tokens each row of both stands for; None for one.
+        layer: index of the layer.
+        num_groups: groups of a node-limited router, or None.
+        load_E: (E,) assignments to each expert, of all tokens.
+        fitted_TK: (T, K) experts of the tokens to fit on.
+        judged_TK: (T, K) experts of the tokens to judge by.
+        weight_T: (T,) how many tokens each row of both stands for; None for one each.
     """
 
     layer: int
@@ -74,20 +77,23 @@ class LayerRouting:
 
     @property
     def num_experts(self) -> int:
+        """E."""
         return len(self.load_E)
 
     @property
     def sets(self) -> partition.RoutedSets:
+        """The sets of experts of the tokens to fit on."""
         if self.weight_T is None:
             return partition.RoutedSets.of(self.fitted_TK, self.num_experts)
         return partition.RoutedSets(self.fitted_TK, self.weight_T, self.num_experts)
 
     @property
     def graph_EE(self) -> Tensor:
+        """(E, E) int64 co-selections of the tokens to fit on."""
         return coselection(self.fitted_TK, self.num_experts, self.weight_T)
 
     def rows(self, part_E: Tensor) -> int:
-        """Parts that the tokens to judge by go to."""
+        """Return the rows of the tokens to judge by, given (E,) the part of each expert."""
         weight_T = self.weight_T
         if weight_T is None:
             weight_T = torch.ones(len(self.judged_TK), dtype=torch.int64)
@@ -96,7 +102,7 @@ class LayerRouting:
 
 
 def plan(trace: RoutingTrace | CoselectionCounts, num_ranks: int, **options: Any) -> Placement:
-    """The placement that `make_plan` finds. Takes its arguments."""
+    """Return the placement that ``make_plan`` finds. It takes the same arguments."""
     return make_plan(trace, num_ranks, **options).placement
 
 
@@ -114,42 +120,33 @@ def make_plan(
     processes: int | None = 1,
     progress: bool = False,
 ) -> Plan:
-    """The placement of every layer's experts that sends the fewest rows, as a method finds it.
+    """Plan the placement of the experts of every layer that sends the fewest rows.
 
     Args:
-        trace: of at least 1,024 tokens. Or co-selection counts: all that there is is fitted on and
-            judged by then, and "rows" takes counts of a top-2 router.
-        num_ranks: expert-parallel degree, which divides the number of experts.
-        num_nodes: that the ranks are spread over, consecutive ranks on a node.
+        trace: a trace of at least 1,024 tokens. Or co-selection counts, all of which are then both
+            fitted on and judged by; "rows" needs counts of a top-2 router.
+        num_ranks: expert-parallel degree, a divisor of the number of experts.
+        num_nodes: number of nodes of the ranks. Consecutive ranks are on one node.
         method: "contiguous"; "random"; "occult", algorithm 1 of Occult; "pairwise", the local
-            search of Expert Coupling (V.A); "rows", search on the number of rows itself.
+            search of Expert Coupling (section V.A); "rows", a search on the number of rows itself.
         max_load: bound on the assignments of the busiest rank over the mean, of all tokens of the
-            trace. It comes before rows. By default 1.1, or what contiguous has where that is more;
-            `math.inf` lifts it. Of "rows" alone.
-        cross_node_weight: what one more node of a token costs, in rows. None: nodes first, then
-            ranks within each. Of "rows" alone.
-        seconds: of a layer, for "rows": see `Effort`.
-        restarts: seeded starts of "rows"; by default what `seconds` leave after the tokens.
-        seed: of "random" and of the restarts. Equal arguments give equal plans.
-        processes: that share the layers: see `parallel.each`.
-        progress: show a bar on stderr.
+            trace, for method "rows". It comes before rows. The default is 1.1, or the load of
+            contiguous where that is larger; ``math.inf`` removes the bound.
+        cross_node_weight: cost of each further node of a token, in rows, for method "rows". None
+            minimizes nodes first, then ranks within each.
+        seconds: for each layer, for method "rows": see ``Effort``.
+        restarts: random starts of method "rows"; by default as many as ``seconds`` allow.
+        seed: seed of "random" and of the restarts. Equal arguments give equal plans.
+        processes: processes that share the layers: see ``parallel.each``.
+        progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: too few tokens, numbers that do not divide, or what counts do not tell.
+        ValueError: there are too few tokens, numbers do not divide, an option is out of range, or
+            the counts do not determine rows.
     """
     check(trace, num_ranks, num_nodes)
     _check_options(method, num_nodes, max_load, cross_node_weight, seconds, restarts)
-    if isinstance(trace, CoselectionCounts):
-        if method == "rows":
-            trace.check_tells_rows()
-        effort = Effort.of(seconds, trace.num_experts, 0, num_nodes)
-        routings = _routings_of_counts(trace)
-    else:
-        fitted = trace.num_tokens - round(trace.num_tokens * HELD_OUT)
-        effort = Effort.of(seconds, trace.num_experts, fitted, num_nodes)
-        routings = routings_of(trace, effort.tokens)
-    if restarts is not None:
-        effort = replace(effort, restarts=restarts)
+    effort = _effort(trace, seconds, num_nodes, restarts)
     search = functools.partial(
         plan_layer,
         num_ranks=num_ranks,
@@ -162,7 +159,7 @@ def make_plan(
     )
     layers = parallel.each(
         search,
-        routings,
+        _routings(trace, method, effort),
         len(trace.layers),
         processes=processes,
         bytes_each=effort.bytes(trace.num_experts),
@@ -177,6 +174,28 @@ def make_plan(
     )
 
 
+def _effort(
+    trace: RoutingTrace | CoselectionCounts, seconds: float, num_nodes: int, restarts: int | None
+) -> Effort:
+    """Return the effort for each layer."""
+    num_fitted = 0
+    if isinstance(trace, RoutingTrace):
+        num_fitted = trace.num_tokens - round(trace.num_tokens * HELD_OUT)
+    effort = Effort.of(seconds, trace.num_experts, num_fitted, num_nodes)
+    return effort if restarts is None else replace(effort, restarts=restarts)
+
+
+def _routings(
+    trace: RoutingTrace | CoselectionCounts, method: Method, effort: Effort
+) -> Iterator[LayerRouting]:
+    """Return the routing of every layer."""
+    if isinstance(trace, RoutingTrace):
+        return routings_of(trace, effort.tokens)
+    if method == "rows":
+        trace.check_determines_rows()
+    return _routings_of_counts(trace)
+
+
 def plan_layer(
     routing: LayerRouting,
     *,
@@ -188,48 +207,33 @@ def plan_layer(
     restarts: int = 4,
     seed: int = 0,
 ) -> LayerPlan:
-    """The plan of one layer. Arguments as of `make_plan`, after `check`.
+    """Plan one layer. The arguments are those of ``make_plan``, after ``check``.
 
-    The bound on load comes first. Within it, or equally far beyond, a layer stays contiguous unless
-    what was fitted is better for the tokens to judge by: by nodes a token and then by ranks a
-    token, or by their weighted sum.
+    The bound on load comes first. Within it, or equally far beyond it, a layer stays contiguous
+    unless the fitted division is better for the tokens to judge by: by nodes a token and then by
+    ranks a token, or by their weighted sum.
     """
-    num_experts = routing.num_experts
-    contiguous_E = partition.contiguous(num_experts, num_ranks)
-    limit = math.inf
-    match method:
-        case "contiguous":
-            free_E = rank_E = contiguous_E
-        case "random":
-            free_E = rank_E = partition.random(num_experts, num_ranks, seed + routing.layer)
-        case "occult":
-            free_E = rank_E = partition.occult(normalized(routing.graph_EE), num_ranks)
-        case "pairwise":
-            free_E = rank_E = _pairwise(routing.graph_EE, num_ranks, num_nodes)
-        case "rows":
-            if max_load is None:
-                load_R = part_loads(routing.load_E, contiguous_E, num_ranks)
-                max_load = max(DEFAULT_LOAD, float(load_R.max() / load_R.mean()))
-            limit = limit_of(routing.load_E, num_ranks, max_load)
-            found = partition.searched(
-                routing.sets,
-                num_ranks,
-                load_E=routing.load_E,
-                num_nodes=num_nodes,
-                num_groups=routing.num_groups,
-                cross_node_weight=cross_node_weight,
-                max_load=max_load,
-                restarts=restarts,
-                seed=seed,
-            )
-            rank_E, free_E = found.rank_E, found.free_E
-        case _:
-            raise AssertionError(method)
-    if method in ("contiguous", "random"):  # for comparison, as they are
-        return LayerPlan(from_parts(rank_E), from_parts(rank_E))
-
-    def excess(rank_E: Tensor) -> float:
-        return max(0.0, float(part_loads(routing.load_E, rank_E, num_ranks).max()) - limit)
+    contiguous_E = partition.contiguous(routing.num_experts, num_ranks)
+    if method == "rows":
+        if max_load is None:
+            max_load = _default_max_load(routing.load_E, contiguous_E, num_ranks)
+        found = searched(
+            routing.sets,
+            num_ranks,
+            load_E=routing.load_E,
+            num_nodes=num_nodes,
+            num_groups=routing.num_groups,
+            cross_node_weight=cross_node_weight,
+            max_load=max_load,
+            restarts=restarts,
+            seed=seed,
+        )
+    else:
+        rank_E = _unbounded(routing, method, num_ranks, num_nodes, seed)
+        found = Searched(rank_E, rank_E)
+    if method in ("contiguous", "random"):  # For comparison: they are not judged.
+        return LayerPlan(from_parts(found.rank_E), from_parts(found.free_E))
+    limit = limit_of(routing.load_E, num_ranks, max_load)
 
     def sent(rank_E: Tensor) -> tuple[float, float]:
         ranks, nodes = routing.rows(rank_E), routing.rows(rank_E // (num_ranks // num_nodes))
@@ -237,12 +241,39 @@ def plan_layer(
             return nodes, ranks
         return ranks + cross_node_weight * nodes, 0.0
 
-    rank_E = min(contiguous_E, rank_E, key=lambda rank_E: (excess(rank_E), *sent(rank_E)))
-    return LayerPlan(from_parts(rank_E), from_parts(min(rank_E, contiguous_E, free_E, key=sent)))
+    def cost(rank_E: Tensor) -> tuple[float, float, float]:
+        return excess(part_loads(routing.load_E, rank_E, num_ranks), limit), *sent(rank_E)
+
+    rank_E = min(contiguous_E, found.rank_E, key=cost)
+    free_E = min(rank_E, contiguous_E, found.free_E, key=sent)
+    return LayerPlan(from_parts(rank_E), from_parts(free_E))
+
+
+def _default_max_load(load_E: Tensor, contiguous_E: Tensor, num_ranks: int) -> float:
+    """Return the default bound on load, given the rank of each expert without a placement."""
+    load_R = part_loads(load_E, contiguous_E, num_ranks)
+    return max(DEFAULT_MAX_LOAD, float(load_R.max() / load_R.mean()))
+
+
+def _unbounded(
+    routing: LayerRouting, method: Method, num_ranks: int, num_nodes: int, seed: int
+) -> Tensor:
+    """Return (E,) the rank of each expert by a method without a bound on load."""
+    match method:
+        case "contiguous":
+            return partition.contiguous(routing.num_experts, num_ranks)
+        case "random":
+            return partition.random(routing.num_experts, num_ranks, seed + routing.layer)
+        case "occult":
+            return partition.occult(normalized(routing.graph_EE), num_ranks)
+        case "pairwise":
+            return _pairwise(routing.graph_EE, num_ranks, num_nodes)
+    raise AssertionError(method)
 
 
 def _pairwise(weight_EE: Tensor, num_ranks: int, num_nodes: int) -> Tensor:
-    """Nodes first, then the ranks of each, from contiguous (Expert Coupling, V.A)."""
+    """Return (E,) the rank of each expert: nodes are filled first, then the ranks of each (Expert
+    Coupling, section V.A)."""
     nodes_E = partition.contiguous(len(weight_EE), num_nodes)
     node_E = partition.pairwise(weight_EE, nodes_E, num_nodes)
     per_node = num_ranks // num_nodes
@@ -262,7 +293,7 @@ def placement_of(
     num_nodes: int,
     method: str,
 ) -> Placement:
-    """The placement made of the plans of all layers."""
+    """Return the placement of all layers, given (E,) the expert in each slot of each layer."""
     return Placement(
         model=trace.model,
         layers=trace.layers,
@@ -274,8 +305,8 @@ def placement_of(
 
 
 def routings_of(trace: RoutingTrace, num_fitted: int) -> Iterator[LayerRouting]:
-    """What each layer's plan is made from: loads of the whole trace; of its earlier tokens so many,
-    evenly spaced, to fit on; all of its later ones to judge by."""
+    """Yield the routing of each layer: loads of the whole trace, ``num_fitted`` of its earlier
+    tokens, evenly spaced, to fit on, and all of its later ones to judge by."""
     earlier, later = trace.split(HELD_OUT)
     fitted = earlier.tokens(evenly_spaced(earlier.num_tokens, num_fitted))
     for layer, ids_TK in enumerate(trace.ids_LTK):
@@ -284,14 +315,15 @@ def routings_of(trace: RoutingTrace, num_fitted: int) -> Iterator[LayerRouting]:
             layer=layer,
             num_groups=trace.num_groups,
             load_E=load_E,
-            # Copies, since a view would be sent to a process with all that it is a view of.
+            # Copies: a view would be sent to a process with the whole storage.
             fitted_TK=fitted.ids_LTK[layer].clone(),
             judged_TK=later.ids_LTK[layer].clone(),
         )
 
 
 def _routings_of_counts(counts: CoselectionCounts) -> Iterator[LayerRouting]:
-    """The same, of pairs of experts as if they were tokens. At top-2 they are."""
+    """Yield the routing of each layer, with pairs of experts in the place of tokens. At top-2 a
+    token is a pair."""
     for layer, counts_EE in enumerate(counts.counts_LEE):
         sets = partition.RoutedSets.from_coselection(counts_EE)
         yield LayerRouting(
@@ -305,10 +337,10 @@ def _routings_of_counts(counts: CoselectionCounts) -> Iterator[LayerRouting]:
 
 
 def check(trace: RoutingTrace | CoselectionCounts, num_ranks: int, num_nodes: int) -> None:
-    """Raise a ValueError if no placement can be planned from the trace for these ranks."""
+    """Raise a ``ValueError`` if no placement can be planned from the trace for these ranks."""
     if isinstance(trace, RoutingTrace) and trace.num_tokens < MIN_TOKENS:
         raise ValueError(
-            f"the trace holds {trace.num_tokens} tokens: a placement takes at least {MIN_TOKENS}. "
+            f"the trace holds {trace.num_tokens} tokens: a placement needs at least {MIN_TOKENS}. "
             "Record more steps"
         )
     if num_ranks < 1 or trace.num_experts % num_ranks:
@@ -331,7 +363,7 @@ def _check_options(
     seconds: float,
     restarts: int | None,
 ) -> None:
-    """Raise a ValueError for an option that is out of range, or would be ignored."""
+    """Raise a ``ValueError`` for an option that is out of range, or would be ignored."""
     if method not in get_args(Method):
         raise ValueError(f"method = {method!r}: there are {', '.join(get_args(Method))}")
     if restarts is not None and restarts < 0:
@@ -345,7 +377,7 @@ def _check_options(
     if cross_node_weight is not None and not 0 <= cross_node_weight < math.inf:
         raise ValueError(f"cross_node_weight = {cross_node_weight}: give a number of at least 0")
     if cross_node_weight is not None and num_nodes == 1:
-        raise ValueError(f"cross_node_weight = {cross_node_weight} takes more than one node")
+        raise ValueError(f"cross_node_weight = {cross_node_weight} needs more than one node")
     for name, value in (("max_load", max_load), ("cross_node_weight", cross_node_weight)):
         if value is not None and method != "rows":
             raise ValueError(f'{name} = {value} works with method "rows", not "{method}"')

@@ -1,4 +1,4 @@
-"""What a file is that was given to be read, and whether its fields are what is due."""
+"""Checks of files that users give: what kind of file it is, and whether its fields are valid."""
 
 import codecs
 import contextlib
@@ -19,17 +19,17 @@ _MAGIC = {
     b"\x80": "a pickle",
 }
 _HEAD = 4096
-_MOST_HEADER = 100_000_000  # bytes that safetensors allows itself
-_MOST_JSON = 64 << 20
-_SHOWN = 60  # characters of a value
+_MAX_HEADER = 100_000_000  # bytes: the limit of safetensors
+_MAX_JSON = 64 << 20  # bytes
+_MAX_SHOWN = 60  # characters of a value in a message
 
 
 def kind_of(path: str | Path) -> str:
-    """What a file is, in words, as far as its first bytes say.
+    """Return what a file is, in words, judging by its first bytes.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read.
+        FileNotFoundError: the file does not exist.
+        OSError: the file cannot be read.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -38,7 +38,7 @@ def kind_of(path: str | Path) -> str:
         head = file.read(_HEAD)
     if not head:
         return "an empty file"
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MOST_HEADER:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= _MAX_HEADER:
         return SAFETENSORS
     if head.startswith(b"PK\x03\x04"):
         inside = {b".pkl": "a file of torch.save", b".npy": "an .npz of numpy.savez"}
@@ -56,7 +56,7 @@ def kind_of(path: str | Path) -> str:
 
 
 def _kind_of_json(path: str | Path) -> str:
-    if os.path.getsize(path) <= _MOST_JSON:
+    if os.path.getsize(path) <= _MAX_JSON:
         with contextlib.suppress(ValueError, RecursionError):
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if isinstance(content, list):
@@ -67,10 +67,10 @@ def _kind_of_json(path: str | Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """What JSON says.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is none, has a key twice in an object, or is nested too deeply.
+        ValueError: it is not JSON, has a key twice in an object, or is nested too deeply.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -81,51 +81,61 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it is no JSON: {error}") from error
+        raise ValueError(f"it is not JSON: {error}") from error
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
 
 
-def field(described: Mapping[str, Any], name: str, is_due: Callable[[Any], bool], due: str) -> Any:
-    """A field of a header, which must be what is due.
+def field(
+    described: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], expected: str
+) -> Any:
+    """Return a field of a header, which must be valid.
+
+    Args:
+        described: the header.
+        name: the name of the field.
+        is_valid: returns whether a value is valid.
+        expected: what is valid, in words.
 
     Raises:
-        ValueError: it is not, or is missing; the message names it, its value and what is due.
+        ValueError: the field is missing or invalid. The message names it, its value and what is
+            expected.
     """
     if name not in described:
         others = f" (it has {', '.join(described)})" if described else ""
-        raise ValueError(f"it lacks {name!r}{others:.{_SHOWN}}, due is {due}")
+        raise ValueError(f"it lacks {name!r}{others:.{_MAX_SHOWN}}, expected is {expected}")
     value = described[name]
-    if not is_due(value):
-        raise ValueError(f"{name} is {shown(value)}, due is {due}")
+    if not is_valid(value):
+        raise ValueError(f"{name} is {shown(value)}, expected is {expected}")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value as JSON has it, shortened."""
+    """Return a value as JSON, shortened."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):
         text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def is_integer(value: Any, least: int, most: int) -> bool:
-    """Whether it is an integer in a range, and no truth value."""
+    """Return whether a value is an integer in a range, and not a bool."""
     return type(value) is int and least <= value <= most
 
 
 def is_name(value: Any) -> bool:
+    """Return whether a value is a printable string that is not empty."""
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
 def are_names(value: Any) -> bool:
-    """Whether it is a list of names, none of them twice, at least one."""
+    """Return whether a value is a list of at least one name, and has no name twice."""
     is_list = isinstance(value, list) and bool(value) and all(map(is_name, value))
     return is_list and first_twice(value) is None
 
 
 def first_twice(values: Sequence[Any]) -> Any:
-    """The first that stands in it a second time; None if none does."""
+    """Return the first value that occurs a second time; None if there is none."""
     seen = set()
     return next((v for v in values if v in seen or seen.add(v)), None)

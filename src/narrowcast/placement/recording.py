@@ -1,4 +1,4 @@
-"""Records what routers select in a running job, every rank its own tokens, and joins the ranks."""
+"""Records what the routers of a running job select, and joins the tokens of all ranks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from narrowcast.placement.trace import RoutingTrace, id_dtype
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """What one rank recorded of some layers (L, T and K as in `RoutingTrace`)."""
+    """What one rank recorded of some layers, with the shapes and fields of ``RoutingTrace``."""
 
     layers: tuple[str, ...]
     rank: int
@@ -24,18 +24,18 @@ class RecordedTokens:
 
 
 class RoutingRecorder:
-    """Keeps what the routers of a model select in the steps that are recorded.
+    """Records what the routers of a model select in some steps.
 
-    A token counts once: what is recorded between the start and the end of the model's forward, and
-    for each layer the first time. Recomputation in the backward falls outside.
+    A token counts once: only what happens within the forward of the model is recorded, and for each
+    layer only the first time. Recomputation in backward is outside of it.
 
     Args:
-        model: whose forward is one microbatch.
-        layers: names of its MoE modules; `record` refers to them by index.
-        num_experts: of each layer.
-        rank: as `RoutingTrace.rank_T`.
-        scores: whether to keep these as well.
-        max_tokens: at most so many tokens of a microbatch, evenly spaced.
+        model: the model, whose forward is one microbatch.
+        layers: names of its MoE modules; ``record`` refers to them by index.
+        num_experts: experts of each layer.
+        rank: as in ``RoutingTrace.rank_T``.
+        scores: whether to record the scores as well.
+        max_tokens: the most tokens of a microbatch, evenly spaced; None for all.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RoutingRecorder:
         self._scores = scores
         self._max_tokens = max_tokens
         self._step: int | None = None
-        self._num_tokens = 0  # of the step's microbatches that are over
+        self._num_tokens = 0  # of the finished microbatches of the step
         self._microbatch: dict[int, _Selected] | None = None
         self._recorded: list[RecordedTokens] = []
         self._hooks = (
@@ -64,7 +64,7 @@ class RoutingRecorder:
 
     @contextlib.contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record what runs within it, as of a step."""
+        """Record the forwards that run within it, as belonging to a step."""
         self._step, self._num_tokens = step, 0
         try:
             yield
@@ -73,7 +73,7 @@ class RoutingRecorder:
 
     @torch.no_grad()
     def record(self, layer: int, ids_TK: Tensor, scores_TK: Tensor) -> None:
-        """Keep what the tokens of this rank selected in a layer, if it is to be recorded."""
+        """Record what the tokens of this rank selected in a layer, if it is to be recorded."""
         if self._microbatch is None or layer in self._microbatch:
             return
         position_T = evenly_spaced(len(ids_TK), self._max_tokens).to(ids_TK.device)
@@ -85,12 +85,12 @@ class RoutingRecorder:
         )
 
     def take(self) -> RecordedTokens | None:
-        """What was recorded since the last time, on the CPU; None if nothing."""
+        """Return what was recorded since the last call, on the CPU; None if nothing was."""
         recorded, self._recorded = self._recorded, []
         return joined(recorded) if recorded else None
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -124,7 +124,7 @@ class RoutingRecorder:
 
 @dataclass(frozen=True)
 class _Selected:
-    """What the kept tokens of a microbatch of `num_tokens` selected in a layer."""
+    """What the recorded tokens of a microbatch of ``num_tokens`` selected in a layer."""
 
     num_tokens: int
     position_T: Tensor
@@ -133,13 +133,13 @@ class _Selected:
 
 
 def evenly_spaced(num_tokens: int, at_most: int | None) -> Tensor:
-    """(T,) ascending indices of as many of the tokens as are allowed; all of them for None."""
-    num_kept = num_tokens if at_most is None else min(num_tokens, at_most)
-    return torch.arange(num_kept) * num_tokens // max(num_kept, 1)
+    """Return (T,) ascending indices of at most so many of the tokens; all of them for None."""
+    count = num_tokens if at_most is None else min(num_tokens, at_most)
+    return torch.arange(count) * num_tokens // max(count, 1)
 
 
 def joined(recorded: list[RecordedTokens]) -> RecordedTokens:
-    """One rank's tokens of the same layers, one part after the other."""
+    """Return the tokens of one rank in the same layers, one part after the other."""
     first = recorded[0]
     return replace(
         first,
@@ -157,13 +157,13 @@ def joined(recorded: list[RecordedTokens]) -> RecordedTokens:
 def trace_of(
     recorded: list[RecordedTokens], layers: tuple[str, ...], **described: Any
 ) -> RoutingTrace:
-    """The trace of what all ranks recorded.
+    """Return the trace of what all ranks recorded.
 
     Args:
-        recorded: by rank. Layers may be spread over ranks (pipeline stages): then parts of one
-            `rank` hold the same tokens.
-        layers: of the whole model, in its order.
-        described: the other fields of a `RoutingTrace` that are not of tokens.
+        recorded: what each rank recorded. Layers may be spread over ranks (pipeline stages): the
+            parts of one ``rank`` then have the same tokens.
+        layers: names of the MoE modules of the whole model, in its order.
+        described: the other fields of ``RoutingTrace``.
     """
     by_layer: dict[str, list[RecordedTokens]] = {name: [] for name in layers}
     for part in sorted(recorded, key=lambda part: part.rank):
@@ -182,7 +182,7 @@ def trace_of(
             ]
         )
 
-    # Stable sorts, the least significant key first; ranks are in order already.
+    # A stable sort by step: ranks and positions are in order already.
     order_T = step_T.argsort(stable=True)
     has_scores = columns[0].scores_LTK is not None
     return RoutingTrace(

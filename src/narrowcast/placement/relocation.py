@@ -2,16 +2,16 @@
 
     slot:             0  1 | 2  3        EP rank 0 holds slots 0 and 1, rank 1 slots 2 and 3
     contiguous:       0  1 | 2  3
-    a placement:      0  3 | 2  1        experts 1 and 3 swapped ranks: two rows travel
+    a placement:      0  3 | 2  1        experts 1 and 3 swapped ranks: two rows are sent
 
-Rows of a tensor are experts (dimension 0). Each rank works out alone, from the layout of the
-DTensor, which rows it sends to whom and which it receives. Nothing is gathered: rows go from rank
-to rank, one tensor at a time. FSDP's own sharding of the experts, along dimension 0 as well or
-along another one, is followed.
+The rows of a tensor are experts (dimension 0). Each rank computes on its own, from the layout of
+the DTensor, which rows it sends to which rank and which it receives. Nothing is gathered: rows are
+sent from rank to rank, one tensor at a time. FSDP may shard the experts too, along dimension 0 or
+along another one.
 
-What is the router's stays: its weight, the expert bias and the token counters are on every rank in
-the model's own order, and so are the experts that it selects. Only where tokens are sent are they
-renumbered, by `ExpertLayer.slots_E`.
+The state of the router does not change: its weight, the expert bias and the token counters are on
+every rank in the order of the model, and so are the experts that it selects. They are renumbered
+only where tokens are sent, by ``ExpertLayer.slots_E``.
 """
 
 import contextlib
@@ -23,18 +23,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowcast.fsdp2 import rows_by_rank
+from narrowcast.placement.rows import rows_by_rank
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One MoE layer: its experts, and the maps that renumber them.
+    """The experts of one MoE layer, and the maps that renumber them.
 
     Attributes:
-        name: of the MoE module.
-        parameters: every parameter of its experts, (E, ...) each, with its name.
-        slots_E: (E,) int64, the slot of each expert, on the parameters' device. Updated in place.
-        experts_E: (E,) int64, the expert in each slot. Updated in place.
+        name: name of the MoE module.
+        parameters: every parameter of its experts, (E, ...) each, by name.
+        slots_E: (E,) int64, the slot of each expert, on the device of the parameters. It is updated
+            in place.
+        experts_E: (E,) int64, the expert in each slot. It is updated in place.
     """
 
     name: str
@@ -44,17 +45,17 @@ class ExpertLayer:
 
     @classmethod
     def of(cls, name: str, parameters: dict[str, nn.Parameter]) -> "ExpertLayer":
-        """A layer whose experts lie in their own order."""
+        """Return a layer whose experts are in their own order."""
         first = next(iter(parameters.values()))
         contiguous_E = torch.arange(first.shape[0], device=first.device)
         return cls(name, parameters, contiguous_E, contiguous_E.clone())
 
 
 class PlacedExperts:
-    """Experts that can be moved: the handle of a model.
+    """The experts of a model, which can be moved between ranks.
 
     Attributes:
-        layers: in the order of the model.
+        layers: MoE layers in the order of the model.
         on_sent: is called after a move with the bytes that this rank sent.
     """
 
@@ -66,16 +67,16 @@ class PlacedExperts:
         self._optimizers = tuple(optimizers)
 
     def move_to(self, experts_LE: Tensor | Sequence[Tensor]) -> int:
-        """Give every slot its expert. Every rank must call it, alike.
+        """Move every expert to its slot. Every rank must call it with the same argument.
 
         Args:
-            experts_LE: (L, E) the expert in each slot, as `Placement.experts_LE`.
+            experts_LE: (L, E) the expert in each slot, as in ``Placement.experts_LE``.
 
         Returns:
             Bytes that this rank sent.
 
         Raises:
-            ValueError: an optimizer keeps something of an expert that cannot be moved.
+            ValueError: an optimizer has state of experts that cannot be moved.
         """
         moves = [
             (tensor, source_E)
@@ -91,15 +92,16 @@ class PlacedExperts:
         return sent
 
     def check(self) -> None:
-        """Raise the ValueError of `move_to` now, if there is cause for it."""
+        """Raise the ``ValueError`` of ``move_to`` now, if it would raise one."""
         for layer in self.layers:
             list(self._tensors(layer))
 
     @contextlib.contextmanager
     def in_model_order(self) -> Iterator[None]:
-        """Within it every expert lies in the slot of its number, as the model itself has them.
+        """Within this context every expert is in the slot of its own index.
 
-        For whatever reads or writes parameters and optimizer state by name: checkpoints, exports.
+        Code that reads or writes parameters and optimizer state by name needs it: checkpoints,
+        exports.
         """
         experts_by_layer = [layer.experts_E.to("cpu", copy=True) for layer in self.layers]
         self.move_to([torch.arange(len(experts_E)) for experts_E in experts_by_layer])
@@ -110,12 +112,13 @@ class PlacedExperts:
 
     @staticmethod
     def _sources(layer: ExpertLayer, experts_E: Tensor) -> Tensor | None:
-        """(E,) the slot that each slot gets its expert from; None where none changes."""
+        """Return (E,) the slot from which each slot gets its expert; None if nothing changes."""
         experts_E = experts_E.cpu()
         source_E = layer.slots_E.cpu()[experts_E]
         return None if torch.equal(source_E, torch.arange(len(source_E))) else source_E
 
     def _tensors(self, layer: ExpertLayer) -> Iterator[Tensor]:
+        """Yield the parameters of the experts, their gradients and their optimizer state."""
         for name, parameter in layer.parameters.items():
             yield parameter.detach()
             if parameter.grad is not None:
@@ -127,7 +130,7 @@ class PlacedExperts:
 
 
 def _movable(name: str, parameter: nn.Parameter, key: str, state: Tensor) -> Tensor:
-    """Optimizer state whose rows are experts, as a DTensor if the parameter is one."""
+    """Return optimizer state whose rows are experts, as a DTensor if the parameter is one."""
     if isinstance(state, DTensor) == isinstance(parameter, DTensor):
         if state.shape[0] == parameter.shape[0]:
             return state
@@ -137,26 +140,27 @@ def _movable(name: str, parameter: nn.Parameter, key: str, state: Tensor) -> Ten
             parameter.device_mesh,
             parameter.placements,
             run_check=False,
-            # Not to be guessed from shards that are not all of a size.
+            # Explicit, because shards may differ in size.
             shape=parameter.shape,
             stride=parameter.stride(),
         )
     raise ValueError(
         f"the optimizer keeps '{key}' of shape {tuple(state.shape)} for {name} of shape "
-        f"{tuple(parameter.shape)}: it does not tell the experts apart, so that they cannot be "
+        f"{tuple(parameter.shape)}: it is not divided by expert, so that experts cannot be "
         "moved. Use an optimizer that keeps its state by element or by expert, such as AdamW"
     )
 
 
 @torch.no_grad()
 def move_rows(tensor: Tensor, source_E: Tensor) -> int:
-    """Let row s become what row `source_E[s]` was, across the ranks that hold the rows.
+    """Permute the rows of a tensor across the ranks that hold them: row s becomes row
+    ``source_E[s]``.
 
-    Every rank that holds a part of the tensor must call it, alike.
+    Every rank that holds a part of the tensor must call it with the same permutation.
 
     Args:
         tensor: (E, ...), changed in place. A DTensor may be sharded in any way.
-        source_E: (E,) a permutation, on the CPU.
+        source_E: (E,) int64, a permutation, on the CPU.
 
     Returns:
         Bytes that this rank sent.
@@ -170,10 +174,9 @@ def move_rows(tensor: Tensor, source_E: Tensor) -> int:
     sources = {rank: source_E[held.start : held.stop] for rank, held in rows.items()}
 
     def wanted(by: int, from_: int) -> Tensor:
-        """Local rows of rank `from_` that rank `by` needs, in the order of its slots."""
-        held = rows[from_]
-        theirs = sources[by]
-        return theirs[(theirs >= held.start) & (theirs < held.stop)] - held.start
+        """Return the local rows of rank ``from_`` that rank ``by`` needs, in order of its slots."""
+        held, needed = rows[from_], sources[by]
+        return needed[(needed >= held.start) & (needed < held.stop)] - held.start
 
     outgoing = {peer: local[wanted(peer, me).to(local.device)] for peer in rows}
     incoming = {
@@ -183,7 +186,7 @@ def move_rows(tensor: Tensor, source_E: Tensor) -> int:
     }
     operations = [
         dist.P2POp(operation, _bytes(buffers[peer]), peer)
-        # All post in the same order of pairs, sends before receives.
+        # All ranks post in the same order of pairs, sends before receives.
         for operation, buffers in ((dist.isend, outgoing), (dist.irecv, incoming))
         for peer in rows
         if peer != me and buffers[peer].numel()
@@ -191,8 +194,8 @@ def move_rows(tensor: Tensor, source_E: Tensor) -> int:
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     for peer, held in rows.items():
-        places = (sources[me] >= held.start) & (sources[me] < held.stop)
-        local[places.to(local.device)] = outgoing[me] if peer == me else incoming[peer]
+        is_from_peer_M = (sources[me] >= held.start) & (sources[me] < held.stop)
+        local[is_from_peer_M.to(local.device)] = outgoing[me] if peer == me else incoming[peer]
     return sum(_bytes(sent).numel() for peer, sent in outgoing.items() if peer != me)
 
 

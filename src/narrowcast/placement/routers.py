@@ -1,9 +1,11 @@
-"""What the traffic of each layer's router looks like, from a trace."""
+"""The traffic of the router of each layer, measured on a trace."""
 
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,23 +20,27 @@ from narrowcast.placement.correlation import (
     most_frequent_next,
     second_order,
 )
-from narrowcast.placement.metrics import WIDTH, rows_per_token
+from narrowcast.placement.metrics import WIDTH, Column, as_object, rows_per_token
 from narrowcast.placement.trace import RoutingTrace
 from narrowcast.util import aligned, number, percent
 
-# Of all pairs of experts, the most frequent ones that Expert Coupling counts (II.B).
 TOP_PAIRS = 0.008
+"""The share of all pairs of experts, the most frequent ones, that Expert Coupling counts (section
+II.B)."""
+
+_three_digits = partial(number, digits=3)
 
 
 @dataclass(frozen=True)
 class HeldOutCorrelations:
-    """How far tables of the earlier half of the tokens hold for the later one (Expert Coupling,
-    VI.A); nan with fewer than `MIN_TOKENS` in either.
+    """The correlation of tables of the earlier half of the tokens with those of the later half
+    (Expert Coupling, section VI.A). It is nan with fewer than ``MIN_TOKENS`` in either.
 
     Attributes:
-        coselection: of the layer's experts.
-        first_order: from the layer's experts to the next layer's. nan in the last layer.
-        second_order: from the layer's and the previous layer's. nan in the first and the last.
+        coselection: co-selection of the experts of the layer.
+        first_order: from the experts of the layer to those of the next. nan in the last layer.
+        second_order: from those of the layer and of the previous one to those of the next. nan in
+            the first and in the last layer.
     """
 
     coselection: float
@@ -44,20 +50,20 @@ class HeldOutCorrelations:
 
 @dataclass(frozen=True)
 class RouterMetrics:
-    """What one layer's routing looks like under no placement but the contiguous one.
+    """The metrics of the routing of one layer, whose experts are contiguous.
 
     Attributes:
-        layer: its name.
+        layer: name of the layer.
         load_E: (E,) int64, tokens of each expert.
         rows_per_token: C_T at each expert-parallel degree.
-        top_pairs: how many pairs of experts the two shares below are of: the most frequent
-            `TOP_PAIRS` of all, and at least one.
-        top_pairs_share: share of co-selections that these pairs carry. nan at top-1.
+        top_pairs: the number of pairs of experts that the two shares below refer to: the most
+            frequent ``TOP_PAIRS`` of all, and at least one.
+        top_pairs_share: share of co-selections that these pairs have. nan at top-1.
         independent_share: the same if experts were selected independently of each other with the
-            same loads, so that a pair's count is proportional to the product of its loads.
-        next_share: median over experts of the share of its tokens that select its most frequent
-            expert of the next layer. nan in the last layer, and with fewer than `MIN_TOKENS`.
-        correlations: of its tables with held-out ones.
+            same loads, so that the count of a pair is proportional to the product of its loads.
+        next_share: median over experts of the share of their tokens that select the most frequent
+            expert of the next layer. nan in the last layer, and with fewer than ``MIN_TOKENS``.
+        correlations: correlations of the tables with held-out ones.
     """
 
     layer: str
@@ -74,6 +80,11 @@ class RouterMetrics:
         """The load of the busiest expert over the mean."""
         return (self.load_E.max() / self.load_E.double().mean()).item()
 
+    @property
+    def least(self) -> float:
+        """The load of the least loaded expert over the mean."""
+        return (self.load_E.min() / self.load_E.double().mean()).item()
+
 
 def measure_router(
     trace: RoutingTrace,
@@ -82,14 +93,16 @@ def measure_router(
     processes: int | None = 1,
     progress: bool = False,
 ) -> list[RouterMetrics]:
-    """What a trace says of each layer's router. Expert-parallel degrees are the powers of two that
-    divide the number of experts, or all divisors if none does.
+    """Return the metrics of the router of each layer of a trace.
+
+    Expert-parallel degrees are the powers of two that divide the number of experts, or all divisors
+    if there are none.
 
     Args:
-        trace: of at least one token.
-        layers: names of those to measure, in any order; by default all.
-        processes: that share the layers: see `parallel.each`.
-        progress: show a bar on stderr.
+        trace: a trace of at least one token.
+        layers: names of the layers to measure, in any order; by default all.
+        processes: processes that share the layers: see ``parallel.each``.
+        progress: show a progress bar on stderr.
 
     Raises:
         ValueError: there are no tokens.
@@ -97,7 +110,7 @@ def measure_router(
     if not trace.num_tokens:
         raise ValueError("the trace has no tokens: record some")
     chosen = [i for i, name in enumerate(trace.layers) if layers is None or name in layers]
-    # Tables from pairs of experts to the next layer's, of two halves, and the tokens behind.
+    # Tables from pairs of experts to those of the next layer, of two halves, and their tokens.
     pairs = min(trace.num_experts**2, trace.num_tokens * trace.top_k**2)
     entries = 4 * pairs * trace.num_experts + 8 * trace.num_tokens * trace.top_k**2
     return parallel.each(
@@ -113,7 +126,7 @@ def measure_router(
 
 @dataclass(frozen=True)
 class _Router:
-    """What is measured of one layer: its tokens, and theirs of the layers beside it if any."""
+    """The experts of the tokens in one layer, and in the layers before and after it if any."""
 
     layer: str
     num_experts: int
@@ -123,7 +136,7 @@ class _Router:
 
     @classmethod
     def of(cls, trace: RoutingTrace, index: int) -> "_Router":
-        """Copies, since a view would be sent to a process with all that it is a view of."""
+        """Return copies: a view would be sent to a process with the whole storage."""
         ids = {i: trace.ids_LTK[i].clone() for i in range(len(trace.layers)) if abs(i - index) < 2}
         name = trace.layers[index]
         return cls(name, trace.num_experts, ids.get(index - 1), ids[index], ids.get(index + 1))
@@ -156,7 +169,7 @@ def _measure_router_layer(router: _Router) -> RouterMetrics:
 
 
 def _correlations(router: _Router) -> HeldOutCorrelations:
-    """Of a layer's tables, fitted on the earlier half of the tokens and held out the later one."""
+    """Return the correlations of the tables of the earlier half of the tokens with the later."""
     num_tokens, experts = len(router.ids_TK), router.num_experts
     cut = num_tokens - round(num_tokens * 0.5)
     if min(cut, num_tokens - cut) < MIN_TOKENS:
@@ -176,28 +189,62 @@ def _correlations(router: _Router) -> HeldOutCorrelations:
     return HeldOutCorrelations(between_halves(coselection, ids_TK), first, second)
 
 
+COLUMNS = (
+    Column("least", "least_expert_load_over_mean", lambda layer: layer.least),
+    Column("skew", "busiest_expert_load_over_mean", lambda layer: layer.skew),
+    Column("top pairs", "top_pairs_fraction", lambda layer: layer.top_pairs_share, percent),
+    Column(
+        "independent",
+        "top_pairs_fraction_if_independent",
+        lambda layer: layer.independent_share,
+        percent,
+    ),
+    Column("next layer", "most_frequent_next_fraction", lambda layer: layer.next_share, percent),
+    Column(
+        "pairs",
+        "coselection_correlation",
+        lambda layer: layer.correlations.coselection,
+        _three_digits,
+    ),
+    Column(
+        "first",
+        "first_order_correlation",
+        lambda layer: layer.correlations.first_order,
+        _three_digits,
+    ),
+    Column(
+        "second",
+        "second_order_correlation",
+        lambda layer: layer.correlations.second_order,
+        _three_digits,
+    ),
+)
+
+
+def router_objects(layers: Sequence[RouterMetrics]) -> list[dict[str, Any]]:
+    """Return the rows of ``router_table`` as objects for JSON, one for each layer, with the tokens
+    of every expert."""
+    return [
+        {
+            "layer": layer.layer,
+            **as_object(layer, COLUMNS),
+            "num_top_pairs": layer.top_pairs,
+            "rows_per_token_by_ep_degree": layer.rows_per_token,
+            "tokens_by_expert": layer.load_E.tolist(),
+        }
+        for layer in layers
+    ]
+
+
 def router_table(layers: Sequence[RouterMetrics]) -> str:
-    """What a trace says of each layer's router, and C_T of contiguous placements."""
-    traffic = [["layer", "least", "skew", "top pairs", "independent", "next layer"]]
-    traffic[0] += ["pairs", "first", "second"]
-    degrees = list(layers[0].rows_per_token)
-    ranks = [["layer", *(f"EP {degree}" for degree in degrees)]]
-    for layer in layers:
-        load_E = layer.load_E.double()
-        traffic.append(
-            [
-                layer.layer,
-                f"{load_E.min() / load_E.mean():.2f}",
-                f"{layer.skew:.2f}",
-                percent(layer.top_pairs_share),
-                percent(layer.independent_share),
-                percent(layer.next_share),
-                number(layer.correlations.coselection, 3),
-                number(layer.correlations.first_order, 3),
-                number(layer.correlations.second_order, 3),
-            ]
-        )
-        ranks.append([layer.layer, *(f"{rows:.2f}" for rows in layer.rows_per_token.values())])
+    """Return a table of the metrics of each router, and one of C_T of contiguous placements."""
+    traffic = [["layer", *(column.title for column in COLUMNS)]]
+    traffic += [[layer.layer, *(c.shown(c.of(layer)) for c in COLUMNS)] for layer in layers]
+    ranks = [["layer", *(f"EP {degree}" for degree in layers[0].rows_per_token)]]
+    ranks += [
+        [layer.layer, *(f"{rows:.2f}" for rows in layer.rows_per_token.values())]
+        for layer in layers
+    ]
     pairs = math.comb(len(layers[0].load_E), 2)
     legend = (
         "least, skew: tokens of the least and of the most loaded expert over the mean. top pairs: "
@@ -213,7 +260,7 @@ def router_table(layers: Sequence[RouterMetrics]) -> str:
 
 
 def _top_pairs(counts_EE: Tensor) -> tuple[int, float]:
-    """How many the most frequent `TOP_PAIRS` of all pairs are, and the share of counts in them."""
+    """Return the number of the most frequent ``TOP_PAIRS`` of all pairs, and their share."""
     first_P, second_P = torch.triu_indices(*counts_EE.shape, offset=1)
     counts_P = counts_EE[first_P, second_P].double().sort(descending=True).values
     top = max(1, round(TOP_PAIRS * len(counts_P)))

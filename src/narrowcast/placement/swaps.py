@@ -1,220 +1,231 @@
-"""Improves a division of experts by swaps of two, judged by the rows themselves.
-
-What is minimised is, first, the largest load of a part beyond a limit, and then the weighted rows.
-"""
+"""Improves a division of experts by swaps of two units: a tabu search on the rows themselves."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from narrowcast.placement.balance import part_loads
+from narrowcast.placement.problem import (
+    SMALLEST_GAIN,
+    Cost,
+    Levels,
+    Problem,
+    excess,
+    rows_to_parts,
+)
 
-_PATIENCE = 20  # swaps in a row that may find nothing better, at most
-_REST = 1 / 12  # how many swaps a swapped unit rests, as a share of all units
-SMALLEST_GAIN = 1e-6  # beyond rounding: costs are whole numbers, times a weight
-
-# The largest load beyond the limit, and the weighted sum of rows.
-Cost = tuple[float, float]
-# Pairs: the number of parts, or a divisor of it (to which consecutive parts belong), and what a row
-# to each costs there. The number of parts is the first, and load counts on it.
-Levels = tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is divided: U units (experts, groups of them, or all of a rank's) that sets hold."""
-
-    hold_SU: Tensor  # 1 where a set holds a unit, in a dtype that counts all tokens exactly
-    weight_S: Tensor  # tokens of each set, in the same dtype
-    load_U: Tensor  # assignments to each unit, float64
-
-    @classmethod
-    def of(cls, ids_SK: Tensor, weight_S: Tensor, load_E: Tensor) -> Problem:
-        """Of sets of K experts, and of the load of each expert: of these sets, or of others."""
-        exact = torch.float32 if weight_S.sum() < 2**24 else torch.float64
-        hold_SE = torch.zeros(len(ids_SK), len(load_E), dtype=exact).scatter_(1, ids_SK, 1)
-        return cls._that_matter(hold_SE, weight_S.to(exact), load_E.double())
-
-    @cached_property
-    def held_US(self) -> Tensor:
-        """(U, S) bool, where a set holds a unit."""
-        return self.hold_SU.T.bool().contiguous()
-
-    @property
-    def graph_UU(self) -> Tensor:
-        """How many tokens hold both of two units."""
-        return (self.hold_SU * self.weight_S[:, None]).T @ self.hold_SU
-
-    def merged(self, unit_U: Tensor) -> Problem:
-        """With the units of equal `unit_U` (from 0, without gaps) as one."""
-        onto_UV = (unit_U[:, None] == torch.arange(int(unit_U.max()) + 1)).to(self.hold_SU)
-        hold_SV = (self.hold_SU @ onto_UV).clamp_(max=1)
-        return self._that_matter(hold_SV, self.weight_S, self.load_U @ onto_UV.double())
-
-    def among(self, units_M: Tensor) -> Problem:
-        """Of these units alone."""
-        return self._that_matter(self.hold_SU[:, units_M], self.weight_S, self.load_U[units_M])
-
-    @classmethod
-    def _that_matter(cls, hold_SU: Tensor, weight_S: Tensor, load_U: Tensor) -> Problem:
-        """Without the sets of fewer than two units: they touch as many parts in any division."""
-        matters_S = hold_SU.sum(dim=1) > 1
-        if matters_S.all():
-            return cls(hold_SU, weight_S, load_U)
-        return cls(hold_SU[matters_S], weight_S[matters_S], load_U)
+_PATIENCE = 20  # the most swaps in a row that find nothing better
+_TABU_SHARE = 1 / 12  # for how many swaps a swapped unit stays, as a share of all units
 
 
-@dataclass
-class Division:
-    """A division that swaps change, and what it sends and loads."""
+def improve(
+    problem: Problem, start_U: Tensor, levels: Levels, limit: float
+) -> tuple[Tensor, Tensor]:
+    """Apply the best swap repeatedly.
 
-    problem: Problem
-    levels: list[tuple[float, _Rows]]
-    load_Q: Tensor
+    A swap is applied even if it increases the cost, and a unit that was swapped stays where it is
+    for a while, so that the search leaves a local optimum.
 
-    @classmethod
-    def of(cls, problem: Problem, part_U: Tensor, levels: Levels) -> Division:
-        num_parts = levels[0][0]
-        rows = [(w, _Rows(problem, part_U // (num_parts // q), q)) for q, w in levels]
-        return cls(problem, rows, part_loads(problem.load_U, part_U, num_parts))
+    Args:
+        problem: what is divided.
+        start_U: (U,) int64, the part of each unit at the start.
+        levels: what is counted.
+        limit: bound on the load of a part, in assignments.
 
-    @property
-    def part_U(self) -> Tensor:
-        return self.levels[0][1].part_U
-
-    def cost(self, limit: float) -> Cost:
-        excess = max(0.0, float(self.load_Q.max()) - limit)
-        return excess, sum(weight * rows.total for weight, rows in self.levels)
-
-    def found(self, limit: float) -> tuple[Cost, Tensor]:
-        return self.cost(limit), self.part_U.clone()
-
-    def swap(self, a: int, b: int) -> None:
-        """Let units a and b trade places."""
-        moved = self.problem.load_U[b] - self.problem.load_U[a]
-        self.load_Q[self.part_U[a]] += moved
-        self.load_Q[self.part_U[b]] -= moved
-        sets = (self.problem.held_US[a] | self.problem.held_US[b]).nonzero()[:, 0]
-        hold_SU = self.problem.hold_SU.index_select(0, sets)
-        weight_S = self.problem.weight_S.index_select(0, sets)
-        for _, rows in self.levels:
-            rows.swap(a, b, hold_SU, weight_S)
-
-
-def improve(division: Division, limit: float) -> tuple[Cost, Tensor]:
-    """Take the best swap, time and again, and return the best that was seen.
-
-    A swap is taken even where it makes things worse, and units just swapped rest for a while, so
-    that the search climbs out of a local optimum (tabu search).
+    Returns:
+        (U,) the division of the lowest cost, and (U,) the last one.
     """
-    num_units = len(division.part_U)
-    rested_U = torch.zeros(num_units, dtype=torch.int64)
-    best, step, best_step = division.found(limit), 0, 0
-    least_beyond = _beyond(division, limit)
+    division = Division.of(problem, start_U, levels)
+    num_units = problem.num_units
+    free_from_U = torch.zeros(num_units, dtype=torch.int64)
+    best_U, best_cost = start_U, division.cost(limit)
+    least_excess = _total_excess(division, limit)
+    step = best_step = 0
     while step - best_step <= min(_PATIENCE, num_units):
-        swap = best_swap(division, limit, rested_U <= step)
+        swap = best_swap(division, limit, free_from_U <= step)
         if swap is None:
             break
         division.swap(*swap)
         step += 1
-        rested_U[list(swap)] = step + 1 + int(_REST * num_units)
-        excess, rows = division.cost(limit)
-        if (excess, rows + SMALLEST_GAIN) < best[0]:
-            best, best_step = division.found(limit), step
-        beyond = _beyond(division, limit)
-        if beyond < least_beyond:
-            least_beyond, best_step = beyond, step
-    return best
+        free_from_U[list(swap)] = step + 1 + int(_TABU_SHARE * num_units)
+        busiest, rows = division.cost(limit)
+        if (busiest, rows + SMALLEST_GAIN) < best_cost:
+            best_U, best_cost, best_step = division.part_U.clone(), (busiest, rows), step
+        total = _total_excess(division, limit)
+        if total < least_excess:
+            least_excess, best_step = total, step
+    return best_U, division.part_U
 
 
 def best_swap(division: Division, limit: float, free_U: Tensor) -> tuple[int, int] | None:
-    """The best swap of two free units, or None if there is no swap.
+    """Return the best swap of two free units, or None if there is none.
 
-    While a part's load is beyond the limit: of the swaps that mend it, the one of the fewest rows
-    for what it mends. Else the one of the fewest rows that does not break it.
+    If swaps can reduce the load beyond the limit, the best is the one with the fewest rows for each
+    assignment by which it does. Otherwise it is the one with the fewest rows that does not increase
+    the load beyond the limit.
+
+    Args:
+        division: the current division.
+        limit: bound on the load of a part, in assignments.
+        free_U: (U,) bool, the units that may be swapped.
     """
     part_U = division.part_U
-    cost_UU = sum(weight * rows.swap_costs() for weight, rows in division.levels)
-    barred_UU = (part_U[:, None] == part_U) | ~(free_U[:, None] & free_U)
+    cost_UU = division.swap_costs()
+    is_barred_UU = (part_U[:, None] == part_U) | ~(free_U[:, None] & free_U)
     if limit < torch.inf:
-        load_U, load_Q = division.problem.load_U, division.load_Q
-        # [a, b]: the load of a's part where b takes a's place.
-        after_UU = (load_Q[part_U] - load_U)[:, None] + load_U
-        if load_Q.max() > limit:
-            beyond_U = (load_Q - limit).clamp(min=0)[part_U]
-            change_UU = (after_UU - limit).clamp_(min=0) - beyond_U[:, None]
-            change_UU = change_UU + change_UU.T
-            mends_UU = (change_UU < 0) & ~barred_UU
-            if mends_UU.any():
-                cost_UU = cost_UU / -change_UU
-                barred_UU = ~mends_UU
-            else:
-                barred_UU |= change_UU > 0
+        change_UU = _excess_changes(division.problem.load_U, division.load_Q, part_U, limit)
+        reduces_UU = (change_UU < 0) & ~is_barred_UU
+        if reduces_UU.any():
+            cost_UU = cost_UU / -change_UU
+            is_barred_UU = ~reduces_UU
         else:
-            breaks_UU = after_UU > limit
-            barred_UU |= breaks_UU | breaks_UU.T
-    cost_UU.masked_fill_(barred_UU, torch.inf)
+            is_barred_UU |= change_UU > 0
+    cost_UU.masked_fill_(is_barred_UU, torch.inf)
     a, b = divmod(int(cost_UU.argmin()), len(part_U))
-    return None if barred_UU[a, b] else (a, b)
+    return None if is_barred_UU[a, b] else (a, b)
 
 
-def _beyond(division: Division, limit: float) -> float:
-    """The load beyond the limit, of all parts."""
+def _excess_changes(load_U: Tensor, load_Q: Tensor, part_U: Tensor, limit: float) -> Tensor:
+    """Return (U, U) what each swap adds to the load beyond the limit, of both parts together."""
+    # [a, b]: the load of the part of a, once b has replaced a.
+    after_UU = (load_Q[part_U] - load_U)[:, None] + load_U
+    before_U = (load_Q - limit).clamp(min=0)[part_U]
+    change_UU = (after_UU - limit).clamp_(min=0) - before_U[:, None]
+    return change_UU + change_UU.T
+
+
+def _total_excess(division: Division, limit: float) -> float:
+    """Return the load beyond the limit, summed over all parts."""
     return float((division.load_Q - limit).clamp(min=0).sum())
 
 
-class _Rows:
-    """How many rows one way of dividing sends, and what each swap would change.
+@dataclass
+class Division:
+    """A division that swaps change in place, with what each swap would cost.
 
-    The costs follow from table_XU (U + Q, U), all of it sums over sets. Row a of the first U counts
-    the tokens that hold a and each unit and have a alone on its part, row U + q those that hold
-    each unit and touch part q.
+    Attributes:
+        problem: what is divided.
+        levels: what is counted.
+        parts: for each level, (U,) int64, the part of each unit.
+        tables: for each level, (U + Q, U) float64, from which ``swap_costs`` follow. Row a of the
+            first U counts the tokens that hold both a and each unit, and no other unit on the part
+            of a. Row U + q counts the tokens that hold each unit and reach part q.
+        rows: for each level, the rows that are sent.
+        load_Q: (Q,) float64, assignments to each part of the first level.
     """
 
-    def __init__(self, problem: Problem, part_U: Tensor, num_parts: int):
-        self.problem, self.part_U, self.parts_Q = problem, part_U, torch.arange(num_parts)
-        on_UQ = (part_U[:, None] == self.parts_Q).to(problem.hold_SU)
-        touch_Q = problem.weight_S @ (problem.hold_SU @ on_UQ > 0).to(on_UQ)
-        self.total = float(touch_Q.sum(dtype=torch.float64))
+    problem: Problem
+    levels: Levels
+    parts: list[Tensor]
+    tables: list[Tensor]
+    rows: list[float]
+    load_Q: Tensor
 
-    @cached_property
-    def table_XU(self) -> Tensor:
-        hold_SU, weight_S = self.problem.hold_SU, self.problem.weight_S
-        share_XS = _shares(hold_SU.T.contiguous(), weight_S, self.part_U, self.parts_Q)
-        return (share_XS @ hold_SU).double()
+    @classmethod
+    def of(cls, problem: Problem, part_U: Tensor, levels: Levels) -> Division:
+        """Return a division of units, given the part of each on the first level."""
+        num_parts, _ = levels[0]
+        parts = [part_U // (num_parts // number) for number, _ in levels]
+        counted = [(of_U, number) for of_U, (number, _) in zip(parts, levels, strict=True)]
+        return cls(
+            problem,
+            levels,
+            parts,
+            tables=[swap_table(problem, of_U, number) for of_U, number in counted],
+            rows=[rows_to_parts(problem, of_U, number) for of_U, number in counted],
+            load_Q=part_loads(problem.load_U, part_U, num_parts),
+        )
+
+    @property
+    def part_U(self) -> Tensor:
+        """(U,) the part of each unit on the first level."""
+        return self.parts[0]
+
+    def cost(self, limit: float) -> Cost:
+        """Return the cost of the division as it is."""
+        weighted = (weight * rows for (_, weight), rows in zip(self.levels, self.rows, strict=True))
+        return excess(self.load_Q, limit), sum(weighted)
 
     def swap_costs(self) -> Tensor:
-        """(U, U) the rows that each swap would add."""
-        num_units = len(self.part_U)
-        alone_UU, touch_QU = self.table_XU[:num_units], self.table_XU[num_units:]
-        # [b, a]: what moving a to the part of b adds. A row where its tokens go not yet, less one
-        # where only a was; tokens of both are an exception, as b leaves that part.
-        touch_UU = touch_QU.index_select(0, self.part_U)
-        add_UU = touch_UU.diagonal() - touch_UU - alone_UU.diagonal() + alone_UU.T
-        cost_UU = add_UU + add_UU.T
-        return cost_UU.masked_fill_(self.part_U[:, None] == self.part_U, 0)
+        """Return (U, U) the weighted rows that each swap would add."""
+        levels = zip(self.levels, self.tables, self.parts, strict=True)
+        return sum(weight * swap_costs(table_XU, of_U) for (_, weight), table_XU, of_U in levels)
 
-    def swap(self, a: int, b: int, hold_SU: Tensor, weight_S: Tensor) -> None:
-        """Swap, given the sets that hold a or b: no other's share of the sums changes."""
-        parts_N = self.part_U[[a, b]]
-        if parts_N[0] == parts_N[1]:
-            return
-        units_M = torch.isin(self.part_U, parts_N).nonzero()[:, 0]
-        hold_MS = hold_SU.index_select(1, units_M).T.contiguous()
-        before_XS = _shares(hold_MS, weight_S, self.part_U[units_M], parts_N)
-        self.part_U[[a, b]] = self.part_U[[b, a]]
-        change_XS = _shares(hold_MS, weight_S, self.part_U[units_M], parts_N) - before_XS
-        rows_X = torch.cat([units_M, len(self.part_U) + parts_N])
-        self.table_XU[rows_X] += change_XS @ hold_SU
-        self.total += float(change_XS[len(units_M) :].sum(dtype=torch.float64))
+    def swap(self, a: int, b: int) -> None:
+        """Exchange the parts of units a and b."""
+        problem = self.problem
+        moved = problem.load_U[b] - problem.load_U[a]
+        self.load_Q[self.part_U[a]] += moved
+        self.load_Q[self.part_U[b]] -= moved
+        # The sets that hold neither contribute to every entry what they did before.
+        sets = (problem.held_US[a] | problem.held_US[b]).nonzero()[:, 0]
+        hold_SU = problem.hold_SU.index_select(0, sets)
+        weight_S = problem.weight_S.index_select(0, sets)
+        for level, (table_XU, part_U) in enumerate(zip(self.tables, self.parts, strict=True)):
+            self.rows[level] += update_for_swap(table_XU, part_U, a, b, hold_SU, weight_S)
+
+
+def swap_table(problem: Problem, part_U: Tensor, num_parts: int) -> Tensor:
+    """Return (U + Q, U) the table of a level, as in ``Division``, given the part of each unit."""
+    hold_US = problem.hold_SU.T.contiguous()
+    share_XS = _shares(hold_US, problem.weight_S, part_U, torch.arange(num_parts))
+    return (share_XS @ problem.hold_SU).double()
+
+
+def swap_costs(table_XU: Tensor, part_U: Tensor) -> Tensor:
+    """Return (U, U) the rows that each swap would add on one level.
+
+    Args:
+        table_XU: (U + Q, U) the table of the level.
+        part_U: (U,) the part of each unit on it.
+    """
+    num_units = len(part_U)
+    alone_UU, reach_QU = table_XU[:num_units], table_XU[num_units:]
+    # [b, a]: the rows that moving a to the part of b adds. One for each token of a that does not
+    # yet reach that part, less one for each token that has only a on its part, except for the
+    # tokens that hold b too, since b moves there.
+    reach_UU = reach_QU.index_select(0, part_U)
+    add_UU = reach_UU.diagonal() - reach_UU - alone_UU.diagonal() + alone_UU.T
+    cost_UU = add_UU + add_UU.T
+    return cost_UU.masked_fill_(part_U[:, None] == part_U, 0)
+
+
+def update_for_swap(
+    table_XU: Tensor, part_U: Tensor, a: int, b: int, hold_SU: Tensor, weight_S: Tensor
+) -> float:
+    """Swap units a and b on one level, in place.
+
+    Args:
+        table_XU: (U + Q, U) the table of the level, which is updated.
+        part_U: (U,) the part of each unit on it, which is updated.
+        a, b: the units.
+        hold_SU, weight_S: the sets that hold a or b, as in ``Problem``.
+
+    Returns:
+        The rows that the swap adds.
+    """
+    parts_N = part_U[[a, b]]
+    if parts_N[0] == parts_N[1]:
+        return 0.0
+    units_M = torch.isin(part_U, parts_N).nonzero()[:, 0]
+    hold_MS = hold_SU.index_select(1, units_M).T.contiguous()
+    before_XS = _shares(hold_MS, weight_S, part_U[units_M], parts_N)
+    part_U[[a, b]] = part_U[[b, a]]
+    change_XS = _shares(hold_MS, weight_S, part_U[units_M], parts_N) - before_XS
+    rows_X = torch.cat([units_M, len(part_U) + parts_N])
+    table_XU[rows_X] += change_XS @ hold_SU
+    return float(change_XS[len(units_M) :].sum(dtype=torch.float64))
 
 
 def _shares(hold_MS: Tensor, weight_S: Tensor, part_M: Tensor, parts_N: Tensor) -> Tensor:
-    """(M + N, S) the share of each set in the rows of the table of M units and of their N parts."""
+    """Return (M + N, S) the tokens that each set adds to the rows of M units and of their N parts.
+
+    A set adds its tokens to the row of a unit that it holds if it holds no other unit on the part,
+    and to the row of a part if it reaches it.
+    """
     on_NM = parts_N[:, None] == part_M
     count_NS = on_NM.to(hold_MS) @ hold_MS
     alone_NS = (count_NS == 1) * weight_S

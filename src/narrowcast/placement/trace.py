@@ -1,7 +1,7 @@
 """Traces of routing decisions: which experts each token selected in each layer.
 
-A trace is one safetensors file that anything can read: tensors `expert_ids` (L, T, K), `step`,
-`rank` and `position` (T,), on wish `scores` (L, T, K), and a header that says of which model and
+A trace is one safetensors file: tensors ``expert_ids`` (L, T, K), ``step``, ``rank`` and
+``position`` (T,), optionally ``scores`` (L, T, K), and a header that describes the model and its
 layers. A token is one column of all of them, so that layers are joined by token.
 """
 
@@ -32,26 +32,28 @@ FORMAT = "narrowcast.routing_trace"
 VERSION = 1
 
 _TENSORS = ("step", "rank", "position", "expert_ids", "scores")
-_MOST_EXPERTS = 1 << 15  # whose ids fit into an int16
+_MAX_EXPERTS = 1 << 15  # whose ids fit into an int16
 
 
 @dataclass(frozen=True)
 class RoutingTrace:
-    """L layers' routing of T tokens to K of `num_experts` experts.
+    """The routing of T tokens to K of ``num_experts`` experts in L layers.
 
     Attributes:
-        model: name and flavor, as "qwen3 demo".
+        model: name and flavor, such as "qwen3 demo".
         layers: names of the MoE modules, in the order of the model.
-        num_experts: of each layer.
-        num_ranks: expert-parallel degree of the run that was recorded.
-        ids_LTK: selected experts, in the model's own numbering; in the order of the router.
-        step_T: training step, from 1.
-        rank_T: which share of the step's tokens, from 0: the data-parallel rank, refined by context
-            and sequence parallelism. At expert-parallel degree R the token's own EP rank is
-            `rank_T % R`.
-        position_T: of the token within its rank's share of the step.
-        scores_LTK: what the selected experts' outputs are multiplied by, or None.
-        num_groups, num_limited_groups: of a node-limited router, or None.
+        num_experts: experts of each layer.
+        num_ranks: expert-parallel degree of the recorded run.
+        ids_LTK: (L, T, K) the selected experts, in the numbering of the model and in the order of
+            the router.
+        step_T: (T,) training step, from 1.
+        rank_T: (T,) the share of the step's tokens that the token is in, from 0: the data-parallel
+            rank, subdivided by context and sequence parallelism. At expert-parallel degree R the
+            EP rank of the token is ``rank_T % R``.
+        position_T: (T,) position of the token within that share.
+        scores_LTK: (L, T, K) factors of the outputs of the selected experts, or None.
+        num_groups, num_limited_groups: expert groups of a node-limited router, and how many of them
+            a token may select from, or None.
     """
 
     model: str
@@ -68,14 +70,16 @@ class RoutingTrace:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.ids_LTK.shape[1]
 
     @property
     def top_k(self) -> int:
+        """K, experts of each token."""
         return self.ids_LTK.shape[2]
 
     def tokens(self, index: slice | Tensor) -> "RoutingTrace":
-        """The same trace of some of the tokens."""
+        """Return the trace of some of the tokens."""
         return replace(
             self,
             ids_LTK=self.ids_LTK[:, index],
@@ -86,10 +90,10 @@ class RoutingTrace:
         )
 
     def split(self, held_out: float) -> tuple["RoutingTrace", "RoutingTrace"]:
-        """The earlier tokens to fit on, and the share `held_out` of later ones to judge on.
+        """Return the earlier tokens to fit on, and a share ``held_out`` of later ones to judge by.
 
-        Tokens lie in the order of step, rank and position, so that the two parts share no text but
-        at the cut.
+        Tokens are in the order of step, rank and position, so that the two parts share no text
+        except at the cut.
         """
         cut = self.num_tokens - round(self.num_tokens * held_out)
         return self.tokens(slice(None, cut)), self.tokens(slice(cut, None))
@@ -98,8 +102,8 @@ class RoutingTrace:
         """Write the file, whole or not at all.
 
         Raises:
-            ValueError: what is in it could not be read again, as an expert twice in a token.
-            OSError: it cannot be written; the message names it.
+            ValueError: the file could not be read again, as with an expert twice in one token.
+            OSError: the file cannot be written. The message names it.
         """
         described = {
             "model": self.model,
@@ -132,9 +136,9 @@ def load_trace(path: str | Path) -> RoutingTrace:
     """Read a trace.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no trace, of another version, or damaged. The message names the file, and
-            what is wrong in it.
+        FileNotFoundError: the file does not exist.
+        ValueError: it is not a trace, is of another version, or is damaged. The message names the
+            file and what is wrong in it.
     """
     header, tensors = _read(path)
     try:
@@ -160,14 +164,14 @@ def load_trace(path: str | Path) -> RoutingTrace:
 
 
 def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The header and the tensors of a file that says that it is a trace."""
+    """Return the header and the tensors of a file whose header is that of a trace."""
     try:
         kind = kind_of(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such routing trace") from None
-    due = "due is the safetensors file that [narrowcast.routing_trace] records"
+    expected = "expected is the safetensors file that [narrowcast.routing_trace] records"
     if kind != SAFETENSORS:
-        raise ValueError(f"{path} is no routing trace: it is {kind}, {due}")
+        raise ValueError(f"{path} is not a routing trace: it is {kind}, {expected}")
     try:
         with safe_open(path, framework="pt") as file:
             header, there = file.metadata() or {}, set(file.keys())
@@ -175,34 +179,38 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except (SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: {error}. Record the trace again") from error
     if header.get("format") != FORMAT:
-        raise ValueError(f"{path} is no routing trace: it lacks the header of one, {due}")
+        raise ValueError(f"{path} is not a routing trace: it lacks the header of one, {expected}")
     if header.get("version") != str(VERSION):
         raise ValueError(
-            f"{path} is a routing trace of version {header.get('version')}, this is for version "
-            f"{VERSION}: record it again"
+            f"{path} is a routing trace of version {header.get('version')}, but this release reads "
+            f"version {VERSION}: record it again"
         )
     return header, tensors
 
 
 def id_dtype(num_experts: int) -> torch.dtype:
-    """The smallest dtype that holds expert ids."""
+    """Return the smallest dtype that can represent expert ids."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 def _described(header: dict[str, str]) -> dict[str, Any]:
-    """Of a model, by name. Raises a ValueError that names the field that is not what is due."""
+    """Return the fields of a header that describe the model.
+
+    Raises:
+        ValueError: a field is invalid. The message names it.
+    """
     described = parse_json(field(header, "trace", bool, "a description in JSON"))
     if not isinstance(described, dict):
-        raise ValueError(f"its description is {shown(described)}, due is an object")
+        raise ValueError(f"its description is {shown(described)}, expected is an object")
 
     def integer(name: str, most: int) -> int:
-        due = f"an integer from 1 to {most}"
-        return field(described, name, lambda n: is_integer(n, 1, most), due)
+        expected = f"an integer from 1 to {most}"
+        return field(described, name, lambda n: is_integer(n, 1, most), expected)
 
-    def none_or(name: str, is_due: Callable[[Any], bool], due: str) -> int | None:
-        return field(described, name, lambda n: n is None or is_due(n), f"null or {due}")
+    def none_or(name: str, is_valid: Callable[[Any], bool], expected: str) -> int | None:
+        return field(described, name, lambda n: n is None or is_valid(n), f"null or {expected}")
 
-    num_experts = integer("num_experts", _MOST_EXPERTS)
+    num_experts = integer("num_experts", _MAX_EXPERTS)
     num_groups = none_or(
         "num_groups",
         lambda n: is_integer(n, 1, num_experts) and num_experts % n == 0,
@@ -224,31 +232,31 @@ def _described(header: dict[str, str]) -> dict[str, Any]:
 
 
 def _check_tensors(tensors: dict[str, Tensor], described: dict[str, Any]) -> None:
-    """Raise a ValueError if dtypes or shapes are not those of what is described."""
+    """Raise a ``ValueError`` if dtypes or shapes do not match the description."""
     num_tokens = tensors["step"].numel() if "step" in tensors else 0
     num_layers, top_k = len(described["layers"]), described["top_k"]
     integers, floats = (torch.int32, torch.int64), (torch.float32, torch.bfloat16, torch.float16)
-    due_of = dict.fromkeys(("step", "rank", "position"), (integers, (num_tokens,)))
+    expected_of = dict.fromkeys(("step", "rank", "position"), (integers, (num_tokens,)))
     shape = (num_layers, num_tokens, top_k)
-    due_of["expert_ids"] = (id_dtype(described["num_experts"]),), shape
-    due_of["scores"] = floats, shape
-    for name, (dtypes, due_shape) in due_of.items():
+    expected_of["expert_ids"] = (id_dtype(described["num_experts"]),), shape
+    expected_of["scores"] = floats, shape
+    for name, (dtypes, expected_shape) in expected_of.items():
         if name not in tensors:
             if name == "scores":
                 continue
             raise ValueError(f"it lacks the tensor {name!r}")
         tensor = tensors[name]
-        if tensor.dtype not in dtypes or tensor.shape != due_shape:
-            due = " or ".join(str(dtype) for dtype in dtypes)
+        if tensor.dtype not in dtypes or tensor.shape != expected_shape:
+            expected = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, due is {due} of shape "
-                f"{due_shape}: {num_layers} layers, {num_tokens} tokens, top-{top_k} of "
-                f"{described['num_experts']} experts"
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected is {expected} "
+                f"of shape {expected_shape}: {num_layers} layers, {num_tokens} tokens, top-{top_k} "
+                f"of {described['num_experts']} experts"
             )
 
 
 def _check_values(trace: RoutingTrace) -> None:
-    """Raise a ValueError that names the first value that no token can have."""
+    """Raise a ``ValueError`` that names the first value that is invalid."""
     if not trace.num_tokens:
         raise ValueError("it holds no tokens")
     for name, column_T, least in (
@@ -259,13 +267,13 @@ def _check_values(trace: RoutingTrace) -> None:
         if int(column_T.min()) < least:
             token = int(column_T.argmin())
             raise ValueError(
-                f"{name} of token {token} is {column_T[token]}, due is {least} or more"
+                f"{name} of token {token} is {column_T[token]}, expected is {least} or more"
             )
     if (is_earlier_T := trace.step_T[1:] < trace.step_T[:-1]).any():
         token = int(is_earlier_T.nonzero()[0]) + 1
         raise ValueError(
             f"token {token} is of step {trace.step_T[token]}, and the one before it of step "
-            f"{trace.step_T[token - 1]}: due are tokens in the order of steps"
+            f"{trace.step_T[token - 1]}: tokens must be in the order of steps"
         )
     for name, ids_TK in zip(trace.layers, trace.ids_LTK, strict=True):
         _check_ids(name, ids_TK, trace.num_experts)
@@ -273,7 +281,8 @@ def _check_values(trace: RoutingTrace) -> None:
         layer, token, _ = (~trace.scores_LTK.isfinite()).nonzero()[0].tolist()
         scores = trace.scores_LTK[layer, token].tolist()
         raise ValueError(
-            f"scores of token {token} in {trace.layers[layer]} are {scores}, due are numbers"
+            f"scores of token {token} in {trace.layers[layer]} are {scores}, expected are finite "
+            "numbers"
         )
 
 
@@ -283,10 +292,10 @@ def _check_ids(layer: str, ids_TK: Tensor, num_experts: int) -> None:
         is_wrong_TK = (ids_TK.long() < 0) | (ids_TK.long() >= num_experts)
         token, place = is_wrong_TK.nonzero()[0].tolist()
         raise ValueError(
-            f"expert_ids of token {token} in {layer} name expert {ids_TK[token, place]}, due is "
-            f"an integer from 0 to {num_experts - 1}"
+            f"expert_ids of token {token} in {layer} name expert {ids_TK[token, place]}, expected "
+            f"is an integer from 0 to {num_experts - 1}"
         )
-    # All pairs of a token's experts, without a sort: a comparison takes a byte or two of each.
+    # All pairs of a token's experts: faster than a sort, as ids have one or two bytes.
     ids_KT = ids_TK.T.contiguous()
     for apart in range(1, len(ids_KT)):
         is_twice_KT = ids_KT[apart:] == ids_KT[:-apart]
@@ -294,5 +303,5 @@ def _check_ids(layer: str, ids_TK: Tensor, num_experts: int) -> None:
             place, token = is_twice_KT.nonzero()[0].tolist()
             raise ValueError(
                 f"expert_ids of token {token} in {layer} name expert {ids_KT[place, token]} twice, "
-                f"due are {len(ids_KT)} different experts"
+                f"expected are {len(ids_KT)} different experts"
             )

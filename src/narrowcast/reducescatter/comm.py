@@ -26,9 +26,9 @@ from narrowcast.fsdp2 import (
     ParamGroup,
     ReduceScatter,
     WorkThatFinishes,
-    reduction,
 )
 from narrowcast.reducescatter.codec import Compression
+from narrowcast.reducescatter.reduce_op import reduction
 from narrowcast.reducescatter.row_codec import RowCodec, sum_in_order
 from narrowcast.telemetry.ledger import Ledger
 from narrowcast.telemetry.narrowed import ReductionTelemetry

@@ -34,7 +34,8 @@ class CountedAllGather(AllGather):
     ) -> dist.Work | None:
         shard_bytes = input_tensor.numel() * input_tensor.element_size()
         self.ledger.add("all_gather", (group.size() - 1) * shard_bytes)
-        self.ledger.record_gather(self.group, input_tensor.numel(), shard_bytes, {})
+        num_values = self.group.num_values(input_tensor)
+        self.ledger.record_gather(self.group, num_values, shard_bytes, {})
         with counted_by_caller():
             return self.inner(output_tensor, input_tensor, group, async_op)
 

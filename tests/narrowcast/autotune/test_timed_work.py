@@ -146,6 +146,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
         block_size=scheme.block_size,
         block_check=scheme.block_check,
     )
+    handle.ledger.sample_interval = 1
     (comm,) = handle._comms
     group = comm.group
     gathered = torch.empty(2 * NUM_VALUES, dtype=torch.bfloat16)

@@ -8,16 +8,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowcast.moe.dispatch import (
-    Counter,
-    Dispatched,
-    Level,
-    combine,
-    count_nothing,
-    dispatch,
-    one_level,
-    two_levels,
-)
+from narrowcast.moe.dispatch import Dispatched, combine, dispatch
+from narrowcast.moe.hop import Counter, Level, count_nothing, one_level, two_levels
 from narrowcast.moe.swiglu import swiglu_experts
 
 Results = dict[str, Tensor]

@@ -120,7 +120,7 @@ def test_a_brim_is_built_without_asking_the_device() -> None:
         assigned = assign(torch.zeros(11, 3, dtype=torch.int64), 4)
         brim = build_brim(assigned, 17)
         assert assigned.counts_B.shape == (4,)
-        assert assigned.place_NK.shape == assigned.wide_NK.shape == (11, 3)
+        assert assigned.ordinal_NK.shape == assigned.wide_NK.shape == (11, 3)
         assert brim.source_W.shape == brim.entry_W.shape == brim.wide_W.shape == (17,)
         assert brim.starts_N.shape == (11,)
         assert scatter(torch.zeros(11, 2), brim).shape == (17, 2)
@@ -132,4 +132,4 @@ def test_assignments_of_a_row_to_one_block_are_told_apart() -> None:
     assert assigned.block_NK.tolist() == [[0, 2, 2, 2, 3], [0, 0, 1, 1, 3]]
     assert assigned.order_NK.tolist() == [[1, 0, 2, 3, 4], [2, 4, 1, 3, 0]]
     assert assigned.wide_NK[:, :4].tolist() == [[0, 3, 3, 3], [1, 1, 2, 2]]
-    assert assigned.place_NK[:, :4].tolist() == [[0, 0, 1, 2], [0, 1, 0, 1]]
+    assert assigned.ordinal_NK[:, :4].tolist() == [[0, 0, 1, 2], [0, 1, 0, 1]]

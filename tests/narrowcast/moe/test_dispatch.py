@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from narrowcast.moe.brim import merge, scatter
-from narrowcast.moe.dispatch import Dispatched, dispatch, one_level, two_levels
+from narrowcast.moe.dispatch import Dispatched, dispatch
+from narrowcast.moe.hop import one_level, two_levels
 from tests.narrowcast.moe.moe_layer import (
     WEIGHTS,
     MoELayer,

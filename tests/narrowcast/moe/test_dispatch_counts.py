@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.moe import dispatch as module
-from narrowcast.moe.dispatch import RowLayout, combine, dispatch
+from narrowcast.moe.dispatch import combine, dispatch
+from narrowcast.moe.row_layout import RowLayout
 from tests.narrowcast.moe.moe_layer import (
     MoELayer,
     deduplicated,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowcast.moe import kernels, swiglu
+from narrowcast.moe import swiglu, swiglu_triton
 from narrowcast.moe.brim import assign, build_brim
 from narrowcast.moe.swiglu import ExpertRows
 from torchtitan_ext.benchmarks import gpu_check
@@ -95,7 +95,7 @@ def interpret() -> Iterator[Call]:
 
 
 def run(case: Case) -> Results:
-    return case.problem().run(kernels.swiglu_experts)
+    return case.problem().run(swiglu_triton.swiglu_experts)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,7 +146,7 @@ class LargestStorage(TorchDispatchMode):
 
 def largest_storages(case: Case) -> list[int]:
     found = []
-    for module in (kernels, swiglu):
+    for module in (swiglu_triton, swiglu):
         problem = case.problem()
         with LargestStorage() as largest:
             problem.run(module.swiglu_experts)
@@ -167,7 +167,7 @@ def test_weights_that_are_not_contiguous_are_refused() -> None:
     problem = CASES["one place"].problem()
     x_SD, _, w1_eFD, w2_eDF, w3_eFD = problem.leaves
     with pytest.raises(ValueError, match=r"w2 has strides .* call \.contiguous\(\)"):
-        kernels.swiglu_experts(x_SD, problem.rows, w1_eFD, w2_eDF.mT.contiguous().mT, w3_eFD)
+        swiglu_triton.swiglu_experts(x_SD, problem.rows, w1_eFD, w2_eDF.mT.contiguous().mT, w3_eFD)
 
 
 def compiled_kernels(capability: int) -> dict[str, list[str]]:
@@ -194,7 +194,7 @@ def compiled_kernels(capability: int) -> dict[str, list[str]]:
     # Rows that are 16 bytes further apart than they are long.
     case = Case(num_rows=9, num_experts=3, places=2, dim=2048, hidden_dim=1024, padding=8)
     with patch.object(JITFunction, "run", compile_only):
-        case.problem(torch.bfloat16).run(kernels.swiglu_experts)
+        case.problem(torch.bfloat16).run(swiglu_triton.swiglu_experts)
     found: dict[str, list[str]] = {}
     for kernel in compiled.values():
         assert kernel.asm["cubin"].startswith(b"\x7fELF")
@@ -210,10 +210,10 @@ def test_kernels_compile_for_gpus_to_wide_loads_and_tensor_cores() -> None:
     for capability, instruction in capabilities.items():
         launches = {name: len(ptxs) for name, ptxs in found[capability].items()}
         assert launches == {
-            "_scatter_swiglu": 1,
-            "_scatter_swiglu_backward": 1,
-            "_merge_product": 2,
-            "_weight_gradient": 2,
+            "scatter_swiglu": 1,
+            "scatter_swiglu_backward": 1,
+            "merge_product": 2,
+            "weight_gradient": 2,
         }
         for name, ptxs in found[capability].items():
             for ptx in ptxs:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from narrowcast.moe import dispatch as module
 from narrowcast.moe.brim import assign, build_brim
-from narrowcast.moe.dispatch import Level, dispatch, one_level, two_levels
+from narrowcast.moe.dispatch import dispatch
+from narrowcast.moe.hop import Level, one_level, two_levels
 from narrowcast.moe.routing_error import RoutingError, has_faults
 from tests.narrowcast.moe.moe_layer import deduplicated, random_layer
 from tests.narrowcast.training import same_bits
@@ -20,11 +21,11 @@ TWICE = "token 2 is routed to slot 3 twice (its row: [3, 3])"
 # Row of token 2, and what is said of it.
 ROWS = {
     "twice": ([3, 3], TWICE),
-    "beyond the last": ([8, 1], "token 2 is routed to slot 8, where there are slots 0 to 7"),
-    "far beyond": ([1, 2**40], f"token 2 is routed to slot {2**40}, where there are slots 0 to 7"),
-    "minus one": ([5, -1], "token 2 is routed to slot -1, where there are slots 0 to 7"),
-    "none twice": ([-1, -1], "token 2 is routed to slot -1, where"),
-    "beyond twice": ([9, 9], "token 2 is routed to slot 9, where"),
+    "beyond the last": ([8, 1], "token 2 is routed to slot 8, but slots are 0 to 7"),
+    "far beyond": ([1, 2**40], f"token 2 is routed to slot {2**40}, but slots are 0 to 7"),
+    "minus one": ([5, -1], "token 2 is routed to slot -1, but slots are 0 to 7"),
+    "none twice": ([-1, -1], "token 2 is routed to slot -1, but"),
+    "beyond twice": ([9, 9], "token 2 is routed to slot 9, but"),
 }
 
 
@@ -77,7 +78,7 @@ def test_a_wrong_row_of_one_rank_is_the_same_error_on_all(ranks, what: str, leve
         ([8], torch.int64, "token 2 is routed to slot 8"),
         ([7, 0, 7], torch.int16, "token 2 is routed to slot 7 twice (its row: [7, 0, 7])"),
         ([4, 4], torch.uint8, "token 2 is routed to slot 4 twice"),
-        ([255, 4], torch.uint8, "token 2 is routed to slot 255, where"),
+        ([255, 4], torch.uint8, "token 2 is routed to slot 255, but"),
     ],
     ids=str,
 )
@@ -122,9 +123,9 @@ def test_arguments_that_do_not_go_together_are_told_on_every_rank(ranks, levels:
     outcomes = ranks(4).run(_wrong_arguments, levels)
     assert all(told == outcomes[0] for told in outcomes)
     fractions, booleans, *shapes = outcomes[0]
-    assert fractions == "rank 1: slots are torch.float32; due are integers, as int64 or int32"
+    assert fractions == "rank 1: slots are torch.float32; expected integers, such as int64 or int32"
     assert "slots are torch.bool" in booleans
-    assert "of shapes (2, 8), (3, 2), (3, 2); due are (T, D), (T, K) and (T, K)" in shapes[0]
+    assert "have shapes (2, 8), (3, 2), (3, 2); expected (T, D), (T, K) and (T, K)" in shapes[0]
     assert all(told.startswith("rank 1: ") for told in shapes)
 
 

@@ -48,7 +48,7 @@ def _slow_int(text: str | int) -> int:
 
 
 def test_a_process_that_is_killed_is_named_and_not_waited_for() -> None:
-    with pytest.raises(ChildProcessError, match="ended from outside, as a system does that runs"):
+    with pytest.raises(ChildProcessError, match="killed from outside, as happens when memory"):
         parallel.each(os._exit, [1, 1], 2, processes=2)
 
 

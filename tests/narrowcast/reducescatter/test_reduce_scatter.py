@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.fsdp2 import ParamGroup, reduction
+from narrowcast.fsdp2 import ParamGroup
 from narrowcast.reducescatter import codec, row_codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
+from narrowcast.reducescatter.reduce_op import reduction
 from narrowcast.wire import exchange as exchange_module
 from narrowcast.wire.coders import Zstd
 from narrowcast.wire.exchange import exchange, pairwise_schedule

@@ -408,3 +408,25 @@ def test_ledgers_that_overlap_count_each_for_itself_and_leave_torch_as_it_was(fi
     assert stops_first.current.sent == {"other": 24}
     assert stops_last.current.sent == {"other": 48}
     assert left == plain
+
+
+@pytest.mark.parametrize(
+    ("interval", "sampled"), [(1, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 6]), (10, [1]), (0, [])]
+)
+def test_the_first_step_and_every_nth_are_sampled(interval, sampled):
+    ledger = Ledger()
+    ledger.sample_interval = interval
+    found = []
+    for step in range(1, 7):
+        if ledger.is_sampled:
+            found.append(step)
+        ledger.end_step()
+    assert found == sampled
+
+
+def test_steps_are_numbered_from_where_training_was_resumed():
+    ledger = Ledger()
+    ledger.step = 39
+    assert not ledger.is_sampled
+    ledger.end_step()
+    assert (ledger.step, ledger.steps, ledger.is_sampled) == (40, 1, True)

@@ -131,7 +131,7 @@ def test_gradients_and_the_zeros_among_them_are_told(tmp_path: Path, plain: Path
 
 def test_equal_runs_differ_by_nothing(tmp_path: Path, plain: Path) -> None:
     summary = summary_of(make_run(tmp_path / "run", cache_bytes=77.0), plain)
-    assert summary.as_it_must_be
+    assert summary.is_as_expected
     assert summary.losses == summary.plain_losses
     assert summary.cache_bytes == 77
     assert summary.peak_memory_gib == as_float32(STEPS / 100)
@@ -142,28 +142,28 @@ def test_a_loss_that_differs_in_its_last_bit_is_told(tmp_path: Path, plain: Path
     losses[7] += 2**-21
     summary = summary_of(make_run(tmp_path / "run", losses=losses), plain)
     assert summary.max_loss_difference == 2**-21
-    assert not summary.as_it_must_be
+    assert not summary.is_as_expected
 
 
 def test_a_loss_that_is_no_number_is_told(tmp_path: Path, plain: Path) -> None:
     losses = [5 - 0.1 * i for i in range(STEPS - 1)] + [float("nan")]
-    assert not summary_of(make_run(tmp_path / "run", losses=losses), plain).as_it_must_be
+    assert not summary_of(make_run(tmp_path / "run", losses=losses), plain).is_as_expected
 
 
 def test_a_run_is_compared_with_the_one_that_it_must_equal(tmp_path: Path, plain: Path) -> None:
     other_order = {"losses": [4 - 0.1 * i for i in range(STEPS)]}
     raw = make_run(tmp_path / "none", **other_order)
     coded = make_run(tmp_path / "entropy", **other_order)
-    assert summary_of(coded, plain, raw, "delta_gradients").as_it_must_be
-    assert not summary_of(coded, plain, plain, "delta_gradients").as_it_must_be
-    assert not summary_of(plain, plain, raw, "delta_gradients").as_it_must_be
+    assert summary_of(coded, plain, raw, "delta_gradients").is_as_expected
+    assert not summary_of(coded, plain, plain, "delta_gradients").is_as_expected
+    assert not summary_of(plain, plain, raw, "delta_gradients").is_as_expected
 
 
 def test_another_order_of_sums_is_told_and_is_no_failure(tmp_path: Path, plain: Path) -> None:
     run = make_run(tmp_path / "run", losses=[5.5 - 0.1 * i for i in range(STEPS)])
     summary = summary_of(run, plain, compression="uncompressed_gradients")
     assert summary.max_loss_difference == pytest.approx(0.5, abs=1e-6)
-    assert summary.as_it_must_be
+    assert summary.is_as_expected
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict]:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Makes `demo.main()` that of `--quick`, with this output folder."""
     output = tmp_path / "demo"
-    monkeypatch.setattr("sys.argv", ["demo", "--quick", "--output", str(output)])
+    arguments = ["--quick", "--output", str(output), "--json", str(tmp_path / "rows.json")]
+    monkeypatch.setattr("sys.argv", ["demo", *arguments])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     return output
 
@@ -259,6 +260,7 @@ def test_the_demo_writes_a_summary(
     assert demo.main() == 0
     summary = json.loads((quick / "summary.json").read_text())
     assert (summary["world_size"], summary["parameters"]) == (4, 1200)
+    assert json.loads((quick.parent / "rows.json").read_text()) == summary["runs"]
     compressions = [run["compression"] for run in summary["runs"]]
     assert compressions == ["plain", "delta", "uncompressed_gradients", "delta_gradients"]
     assert summary["runs"][1]["plain_losses"] == summary["runs"][0]["losses"]
@@ -266,7 +268,7 @@ def test_the_demo_writes_a_summary(
         assert run["max_loss_difference"] == run["max_parameter_difference"] == 0
         assert len(run["losses"]) == len(run["step_seconds"]) == run["steps"] == STEPS
     shown = capsys.readouterr().out
-    assert "to the last bit" in shown
+    assert "bitwise identical" in shown
     assert f"tensorboard --logdir {quick}" in shown
 
 
@@ -282,7 +284,7 @@ def test_the_demo_fails_loudly_where_anything_differs(
         "*** lr1e-4-delta_gradients IS DIFFERENT FROM lr1e-4-uncompressed_gradients ***"
         in shown.err
     )
-    assert "last bit" not in shown.out
+    assert "bitwise identical" not in shown.out
 
 
 def test_coded_gradients_must_equal_the_raw_ones_and_not_plain(
@@ -331,7 +333,7 @@ def test_a_second_demo_leaves_nothing_of_the_first(trained: dict, tmp_path: Path
 
 def test_an_unknown_compression_is_refused_before_anything_runs(tmp_path: Path) -> None:
     (tmp_path / "summary.json").touch()
-    with pytest.raises(ValueError, match=r"\['values'\] are unknown: there are plain, .*value"):
+    with pytest.raises(ValueError, match=r"\['values'\] are unknown: there are plain, .*delta"):
         demo.run_demo(compressions=["values"], output=tmp_path)
     assert (tmp_path / "summary.json").exists()
 

@@ -1,6 +1,7 @@
 """The dispatch benchmark times what really crosses, changes nothing of it, and counts it right."""
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -9,21 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from narrowcast.moe.dispatch import combine, dispatch, one_level
+from narrowcast.moe.dispatch import combine, dispatch
+from narrowcast.moe.hop import one_level
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, write_toml
+from torchtitan_ext import compat
 from torchtitan_ext.benchmarks import dispatch as dispatch_benchmark
-from torchtitan_ext.benchmarks.dispatch import (
+from torchtitan_ext.benchmarks.dispatch import measure, variants
+from torchtitan_ext.benchmarks.dispatch_report import (
     PASSES,
-    Exchanges,
     Measured,
-    Step,
     interface_table,
-    measure,
+    rows,
     rows_table,
     time_table,
-    timed,
-    variants,
 )
+from torchtitan_ext.benchmarks.dispatch_steps import Exchanges, Step, timed
 
 SENT = [[1, 3], [2, 0]]  # rows from rank to rank
 DIM = 6
@@ -91,16 +92,13 @@ def _first_and_last(trace: Path, nodes: int) -> dict[str, list[str]]:
 
 
 def _measured(toml: str) -> tuple[dict[str, Measured], int]:
-    from torchtitan_ext import compat, cpu
-
     compat.apply()
-    cpu.apply()
     _parse_docstrings_once()
     flags = ["--job.config_file", toml, "--parallelism.expert_parallel_degree", "2"]
     flags += ["--training.steps", "2", "--training.local_batch_size", "16"]  # for a plan
     with (
         patch("torchtitan.trainer.time.sleep"),
-        patch.object(dispatch_benchmark.sys, "argv", ["it"]),
+        patch.object(sys, "argv", ["it"]),
         patch.object(dispatch_benchmark, "variants", _first_and_last),
     ):
         return measure(flags, nodes=2, batch=2, rounds=1)
@@ -152,23 +150,25 @@ def _table(seconds: float) -> dict[str, Measured]:
 
 
 def test_the_tables_have_medians_of_the_slowest_rank_spread_and_ratios() -> None:
-    rows = [row.split() for row in time_table(_table(seconds=0.5)).splitlines()[1:]]
-    assert rows[0][1:6] == ["2.000", "(1.50", "to", "3.50)", "1.00"]
-    assert rows[1][1:6] == ["1.000", "(1.00", "to", "1.00)", "0.50"]
-    assert [rows[1][6], rows[1][-1]] == ["2.000", "0.50"]
+    found = rows(_table(seconds=0.5), top_k=4, nodes=2)
+    lines = [line.split() for line in time_table(found).splitlines()[1:]]
+    assert lines[0][1:6] == ["2.000", "(1.50", "to", "3.50)", "1.00"]
+    assert lines[1][1:6] == ["1.000", "(1.00", "to", "1.00)", "0.50"]
+    assert [lines[1][6], lines[1][-1]] == ["2.000", "0.50"]
 
 
 def test_the_tables_have_rows_a_token_and_bytes_of_the_worst_rank() -> None:
-    rows = rows_table(_table(0.5), top_k=4, nodes=2).splitlines()[1:]
-    assert [" ".join(row.split()) for row in rows] == [
+    found = rows(_table(0.5), top_k=4, nodes=2)
+    lines = rows_table(found, nodes=2).splitlines()[1:]
+    assert [" ".join(line.split()) for line in lines] == [
         "torchtitan 4.000 4.000 0.0% 2.900 1.450 30.00 15.00 0.00",
         "ours 1.900 2.000 50.0% 1.500 0.750 15.00 7.50 0.00",
     ]
 
 
 def test_what_the_interface_sends_stands_beside_the_ledger() -> None:
-    rows = interface_table(_table(0.5)).splitlines()[1:]
-    assert [" ".join(row.split()) for row in rows] == [
+    lines = interface_table(rows(_table(0.5), top_k=4, nodes=2)).splitlines()[1:]
+    assert [" ".join(line.split()) for line in lines] == [
         "torchtitan 58.00 79.75 1.375 0.00 0.00 -",
         "ours 30.00 41.25 1.375 28.00 38.50 1.375",
     ]

@@ -1,6 +1,7 @@
 """The link benchmark times every collective of the real job, and compares like with like."""
 
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,17 +10,15 @@ from unittest.mock import patch
 import pytest
 
 from tests.torchtitan_ext.tiny import write_toml
+from torchtitan_ext import compat
 from torchtitan_ext.benchmarks import link
-from torchtitan_ext.benchmarks.link import KINDS, VARIANTS, measure, table
+from torchtitan_ext.benchmarks.link import KINDS, VARIANTS, measure, rows, table
 
 
 def _measured(toml: str) -> dict[str, tuple[list[Counter[str]], int]]:
-    from torchtitan_ext import compat, cpu
-
     compat.apply()
-    cpu.apply()
     flags = ["--job.config_file", toml, "--training.steps", "2"]
-    with patch("torchtitan.trainer.time.sleep"), patch.object(link.sys, "argv", ["it"]):
+    with patch("torchtitan.trainer.time.sleep"), patch.object(sys, "argv", ["it"]):
         return {name: measure([*flags, *variant.split()]) for name, variant in VARIANTS.items()}
 
 
@@ -41,7 +40,7 @@ def test_a_collective_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch)
         clock.now += seconds
 
     monkeypatch.setattr(link, "time", clock)
-    monkeypatch.setattr("torch.distributed.barrier", lambda: passes(100))
+    monkeypatch.setattr(link.dist, "barrier", lambda: passes(100))
     work = SimpleNamespace(wait=lambda: passes(4))
 
     def start() -> SimpleNamespace:
@@ -70,9 +69,13 @@ def test_the_table_has_medians_spread_and_ratios_to_both_baselines() -> None:
         return [Counter(all_gather=s, reduce_scatter=2 * s) for s in seconds]
 
     seconds = dict(zip(VARIANTS, (steps(2, 4, 9), steps(2, 2, 2), steps(1, 1, 1)), strict=True))
-    rows = table(seconds).splitlines()[1:]
-    assert [row.split()[-6:] for row in rows] == [
+    found = rows(seconds)
+    lines = table(found).splitlines()[1:]
+    assert [line.split()[-6:] for line in lines] == [
         ["12.00", "(6.00", "to", "27.00)", "1.00", "2.00"],
         ["6.00", "(6.00", "to", "6.00)", "0.50", "1.00"],
         ["3.00", "(3.00", "to", "3.00)", "0.25", "0.50"],
     ]
+    assert [row["variant"] for row in found] == list(VARIANTS)
+    assert [row["all_gather_s"] for row in found] == [4, 2, 1]
+    assert [row["all_over_baseline"] for row in found] == [1, 0.5, 0.25]

@@ -90,7 +90,7 @@ def test_five_pictures_show_the_numbers_of_the_profile(
     # Of time: all-gather, reduce-scatter, all-to-all, others; then of bytes.
     assert bars == [(0, 50), (0, 30), (0, 0), (0, 20), (1, 60), (1, 20), (1, 20), (1, 0)]
     assert ("measured", [2], [50]) in lines
-    assert ("joined: shards of neighbours", [1], [60]) in lines
+    assert ("joined: neighboring shards", [1], [60]) in lines
     assert ("projected: shards divided", [4], [40]) in lines
     assert ("all shards", [2, 3, 4], [2, 3, 4]) in lines
     assert ("all shards", [64, 128], [10, 20]) in lines
@@ -128,5 +128,5 @@ def test_without_matplotlib_it_is_said_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install narrowcast\[plots\]"):
+    with pytest.raises(ImportError, match=r"pip install 'narrowcast\[plots\]'"):
         draw(PROFILE, tmp_path)

@@ -1,4 +1,4 @@
-"""The profile of a job: trains as plain FSDP2 does, writes what it saw, and what would pay."""
+"""A profile trains as baseline FSDP2 does, and writes what it measured and recommends."""
 
 import json
 import os
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from narrowcast import cli
 from narrowcast.autotune.gradients import Reduction
 from narrowcast.autotune.problem import Choice, Group, Option, Shard
+from narrowcast.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
 from torchtitan_ext import checking
-from torchtitan_ext.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from torchtitan_ext.launch import LAUNCHED
 from torchtitan_ext.profile import command
 from torchtitan_ext.profile.job import observed_job
 from torchtitan_ext.profile.recommendation import recommend
+from torchtitan_ext.profile.watch import StepWatch, seconds_per_step
 from torchtitan_ext.toml.load import load_config
 
 STEPS = 6
@@ -138,14 +139,25 @@ def test_ranks_are_started_by_torchruns_launcher(
     assert arguments[5:] == ["-m", "torchtitan_ext.profile", "--job.config_file", toml]
     assert command.sys.argv == ["narrowcast", "profile"]
     with pytest.raises(ValueError, match=r"1 rank: .* give --ranks"):
-        command.launch(1, [])
+        command.launch(1, ["--job.config_file", toml])
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="--ranks 4: this machine has 2 accelerators"):
-        command.launch(4, [])
+        command.launch(4, ["--job.config_file", toml])
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="torchrun has started the ranks"):
         command.launch(4, [])
+
+
+def test_a_missing_job_file_is_named_before_missing_ranks(
+    folder: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["profile", "--job.config_file", "no.toml"]) == 2
+    assert "no.toml: cannot be read" in capsys.readouterr().err
+    toml = str(write_toml(folder, folder / "corpus", folder / "no_ranks"))
+    assert cli.main(["profile", "--job.config_file", toml]) == 2
+    assert "give --ranks N" in capsys.readouterr().err
+    assert not started
 
 
 @pytest.mark.parametrize(
@@ -229,9 +241,8 @@ import os, sys
 from tests.torchtitan_ext.tiny import tiny
 
 def failing():
-    watch = getattr(sys.modules["__main__"], "_Watch", None)
-    if watch is not None and os.environ.get("RANK") == os.environ["FAILING"]:
-        watch.after_step = raises
+    if os.environ.get("RANK") == os.environ["FAILING"]:
+        sys.modules["torchtitan_ext.profile.watch"].StepWatch.after_step = raises
     return tiny()
 
 def raises(self):
@@ -276,9 +287,9 @@ def _event(name: str, shape: list[int] | None = None) -> SimpleNamespace:
         (False, _event("nccl:all_gather"), None),  # the same once more, as a range
     ],
 )
-def test_collectives_are_told_by_the_names_of_their_events(on_cpu, event, kind) -> None:
+def test_collectives_are_recognized_by_the_names_of_their_events(on_cpu, event, kind) -> None:
     watch = SimpleNamespace(_on_cpu=on_cpu, _reduced={128})
-    assert command._Watch._kind(watch, event) == kind
+    assert StepWatch._kind(watch, event) == kind
 
 
 def test_of_each_collective_the_rank_counts_that_waits_least() -> None:
@@ -286,7 +297,7 @@ def test_of_each_collective_the_rank_counts_that_waits_least() -> None:
         [("all_gather", 4.0), ("all_reduce", 1.0), ("all_gather", 1.0)],
         [("all_gather", 2.0), ("all_gather", 3.0)],
     ]
-    seconds = command._seconds_a_step(ranks, num_steps=2)
+    seconds = seconds_per_step(ranks, num_steps=2)
     assert seconds == {"all_gather": (2.0 + 1.0) / 2, "all_reduce": 0.5}
 
 
@@ -365,7 +376,7 @@ def _reductions(coded: float) -> list[Reduction]:
             },
         ),
     ],
-    ids=["nothing pays", "one compression", "several", "budget"],
+    ids=["nothing is worthwhile", "one compression", "several", "budget"],
 )
 def test_the_recommended_lines_are_of_a_valid_job(
     chosen, reductions, expected, folder: Path
@@ -388,7 +399,7 @@ def test_the_recommended_lines_are_of_a_valid_job(
         assert saves["bits_per_parameter_first_gather"] == {"plain": 16, "chosen": 3}
         assert "750.0 ms less, where a step takes 3,000.0 ms (25%)" in recommended["text"]
     if not choice.compressions:
-        assert "no compression of any shard pays" in recommended["text"]
+        assert "no compression of any shard is worthwhile" in recommended["text"]
 
 
 def test_learning_rates_are_those_of_the_whole_job_and_nothing_else_is_narrowed(

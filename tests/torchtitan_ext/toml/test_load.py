@@ -11,7 +11,8 @@ from torchtitan.models.qwen3.config_registry import qwen3_moe_debug
 from torchtitan.trainer import Trainer
 
 import torchtitan_ext.train
-from torchtitan_ext.plugin import MetricsPlugin, TrainerPlugin
+from torchtitan_ext.metrics import MetricsPlugin
+from torchtitan_ext.plugin import TrainerPlugin
 from torchtitan_ext.toml import load as toml_load
 from torchtitan_ext.toml.load import TomlError, load_config, to_toml
 
@@ -311,7 +312,8 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         ),
         (
             '[narrowcast.all_gather]\ntreatment = "value"',
-            'narrowcast.all_gather.treatment = "value": unknown key; it is called "compression" now',
+            'narrowcast.all_gather.treatment = "value": unknown key; it is called "compression" '
+            "now",
         ),
         (
             '[narrowcast.all_gather]\ncompression = "raw"',

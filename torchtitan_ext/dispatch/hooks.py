@@ -1,4 +1,4 @@
-"""Puts the deduplicated dispatch of `[narrowcast.dispatch]` into torchtitan's trainer."""
+"""``[narrowcast.dispatch]``: checks, sets up and counts the deduplicated dispatch of a trainer."""
 
 import functools
 from dataclasses import replace
@@ -6,25 +6,28 @@ from typing import Any
 
 import torch
 
-from narrowcast.moe.dispatch import Crossing, two_levels
+from narrowcast.moe.hop import Hop, two_levels
 from narrowcast.telemetry.ledger import Ledger
-from torchtitan_ext.deduplicated_dispatch import (
+from torchtitan_ext.dispatch.overrides import (
     OVERRIDES,
     DeduplicatedExperts,
     DeduplicatingTokenDispatcher,
 )
 from torchtitan_ext.job import Job
 from torchtitan_ext.private import moe_layers, shared_experts_meanwhile
-from torchtitan_ext.tracing import describe, describe_job
+from torchtitan_ext.routed_model import RoutedModel
 
 _SECTION = "narrowcast.dispatch.deduplicate = true"
 
 
 def check_dispatch(job: Job) -> None:
-    """Whether the section can work with a job, whose overrides put in dispatcher and experts.
+    """Check that the section can work with a job.
+
+    Args:
+        job: with the overrides of ``deduplicating``.
 
     Raises:
-        ValueError: it cannot; the message names what and why.
+        ValueError: it cannot; the message names the key and the cure.
     """
     config = job.config
     dispatch, degree = config.narrowcast.dispatch, config.parallelism.expert_parallel_degree
@@ -56,7 +59,7 @@ def check_dispatch(job: Job) -> None:
             'narrowcast.dispatch.kernels = "triton" needs a CUDA device, and there is none: use '
             '"torch"'
         )
-    num_experts = describe_job(job, _SECTION)["num_experts"]
+    num_experts = RoutedModel.of_job(job, _SECTION).num_experts
     if num_experts % degree:
         raise ValueError(
             f"{_SECTION} cannot work with {num_experts} experts and "
@@ -67,15 +70,15 @@ def check_dispatch(job: Job) -> None:
 
 
 def deduplicating(config: Any) -> Any:
-    """A copy of a trainer's config whose overrides put in dispatcher and experts."""
+    """A copy of a trainer's config whose overrides replace dispatcher and experts."""
     dispatcher, experts = OVERRIDES
-    theirs = [entry for entry in config.override.imports if entry not in OVERRIDES]
-    ours = [dispatcher, (experts, {"kernels": config.narrowcast.dispatch.kernels})]
-    return replace(config, override=replace(config.override, imports=[*theirs, *ours]))
+    others = [entry for entry in config.override.imports if entry not in OVERRIDES]
+    imports = [*others, dispatcher, (experts, {"kernels": config.narrowcast.dispatch.kernels})]
+    return replace(config, override=replace(config.override, imports=imports))
 
 
 def set_up_dispatch(trainer: Any) -> None:
-    """Give dispatchers what they need of the whole job. Every rank must call it, alike."""
+    """Set in dispatchers what follows from the whole job. Every rank must call it alike."""
     nodes, levels = trainer.config.narrowcast.dispatch.nodes, None
     if nodes > 1:
         levels = two_levels(trainer.parallel_dims.get_mesh("ep").get_group(), nodes)
@@ -88,7 +91,7 @@ def set_up_dispatch(trainer: Any) -> None:
 
 
 def _others(layers: dict[str, Any]) -> list[str]:
-    """What is said of MoE layers whose dispatcher or experts are not ours."""
+    """Messages about MoE layers whose dispatcher or experts are not ours."""
     messages = []
     for name, moe in layers.items():
         experts, dispatcher = moe.routed_experts.inner_experts, moe.routed_experts.token_dispatcher
@@ -106,22 +109,22 @@ def _others(layers: dict[str, Any]) -> list[str]:
 
 
 def count_dispatch(trainer: Any, ledger: Ledger) -> None:
-    """Count what dispatchers send, layer by layer. Every rank must call it, alike."""
-    ledger.count_layers(describe(trainer, _SECTION)["layers"])
+    """Count what dispatchers send, layer by layer. Every rank must call it alike."""
+    ledger.count_layers(RoutedModel.of_trainer(trainer, _SECTION).layers)
     for name, moe in _moe_layers(trainer).items():
         hooks = moe.routed_experts.token_dispatcher.hooks
         hooks.count = functools.partial(ledger.add_rows, name)
         hooks.on_dispatch = functools.partial(_count_tokens, ledger, name)
 
 
-def _count_tokens(ledger: Ledger, layer: str, crossings: tuple[Crossing, ...]) -> None:
-    first, last = crossings[0], crossings[-1]
+def _count_tokens(ledger: Ledger, layer: str, hops: tuple[Hop, ...]) -> None:
+    first, last = hops[0], hops[-1]
     tokens = ledger.current.tokens[layer]
     tokens.tokens += first.tokens
     tokens.assignments += first.assignments
     tokens.local += first.local_assignments
     tokens.rank_rows += last.rows
-    tokens.node_rows += first.rows if len(crossings) > 1 else 0
+    tokens.node_rows += first.rows if len(hops) > 1 else 0
 
 
 def _moe_layers(trainer: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""torchtitan's all-to-all dispatch where a placement says on which rank each expert lives.
+"""torchtitan's all-to-all dispatch to experts that a placement has put on other ranks.
 
     expert order   rows sorted by expert: how torchtitan gathers them, and adds their outputs
     slot order     the same rows sorted by slot, and so by rank: how they are sent
 
 Router, scores and expert ids are the model's own. Every sum over a token's experts, forward and
-backward, is made in expert order, so that it is torchtitan's to the bit wherever experts live.
+backward, is made in expert order, so that it is bitwise identical to torchtitan's wherever experts
+live.
 """
 
 from dataclasses import dataclass, fields
@@ -19,20 +20,28 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.ops.scatter_add import deterministic_scatter_add
 
 from narrowcast.placement.relocation import ExpertLayer
-from torchtitan_ext.deduplicated_dispatch import DeduplicatingTokenDispatcher
+from torchtitan_ext.dispatch.overrides import DeduplicatingTokenDispatcher
+from torchtitan_ext.private import ReorderingTokenDispatcher
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedDispatchMetadata(AllToAllDispatchMetadata):
-    """`token_indices_experts_sorted_N` gives each row, in slot order, its place in expert order."""
+    """``token_indices_experts_sorted_N`` is, for each row in slot order, its place in expert order.
 
-    tokens_N: Tensor  # the token of each row, in expert order
+    Attributes:
+        tokens_N: (N,) the token of each row, in expert order.
+    """
+
+    tokens_N: Tensor
 
 
-class PlacedTokenDispatcher(AllToAllTokenDispatcher):
-    """`AllToAllTokenDispatcher` that sends tokens to the slots of their experts.
+class PlacedTokenDispatcher(ReorderingTokenDispatcher):
+    """An ``AllToAllTokenDispatcher`` that sends tokens to the slots of their experts.
 
-    Made of a dispatcher that has its mesh already, by `place`.
+    ``place`` turns a dispatcher that already has its mesh into one.
+
+    Attributes:
+        layer: the experts, and their slots.
     """
 
     layer: ExpertLayer
@@ -57,10 +66,10 @@ class PlacedTokenDispatcher(AllToAllTokenDispatcher):
         )
         return routed_input_RD, num_tokens_per_slot_e, placed
 
-    def _local_reorder(
-        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor
+    def reordered(
+        self, topk_expert_ids_TK: Tensor, rows_ND: Tensor, scores_N: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows_ND, _, scores_N = super()._local_reorder(x_TD, topk_scores_TK, topk_expert_ids_TK)
+        """The same rows and scores in slot order, and the place of each in expert order."""
         experts_N = topk_expert_ids_TK.view(-1).sort(stable=True).values
         slot_order_N = torch.argsort(self.layer.slots_E[experts_N], stable=True)
         return rows_ND[slot_order_N], slot_order_N, scores_N[slot_order_N]
@@ -68,7 +77,8 @@ class PlacedTokenDispatcher(AllToAllTokenDispatcher):
     def combine(
         self, routed_output_RD: Tensor, metadata: PlacedDispatchMetadata, x_TD: Tensor
     ) -> Tensor:
-        # Each row goes to a place of its own, in expert order; their sum is then torchtitan's.
+        """Add the outputs of each token's experts in expert order, as torchtitan does."""
+        # Each row goes to a place of its own, so that nothing is added out of expert order.
         dim = x_TD.shape[-1]
         rows_ND = super().combine(
             routed_output_RD, metadata, x_TD.new_empty(len(metadata.tokens_N), dim)
@@ -79,9 +89,9 @@ class PlacedTokenDispatcher(AllToAllTokenDispatcher):
 
 
 def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
-    """Let a dispatcher send tokens to the slots of their experts from now on.
+    """Make a dispatcher send tokens to the slots of their experts from now on.
 
-    Its layer has passed `check_placeable`.
+    Its layer has passed ``check_placeable``.
     """
     if isinstance(dispatcher, DeduplicatingTokenDispatcher):
         dispatcher.hooks.slots_E = layer.slots_E
@@ -91,11 +101,10 @@ def place(dispatcher: AllToAllTokenDispatcher, layer: ExpertLayer) -> None:
 
 
 def check_placeable(dispatcher: Any, layer: str) -> None:
-    """Whether `place` can work with the dispatcher of a layer.
+    """Check that ``place`` can work with the dispatcher of a layer.
 
     Raises:
-        ValueError: it is another dispatcher than torchtitan's standard one, which numbers experts
-            in ways of its own.
+        ValueError: it is not torchtitan's standard dispatcher. Others number experts differently.
     """
     if type(dispatcher) not in (AllToAllTokenDispatcher, DeduplicatingTokenDispatcher):
         raise ValueError(
