@@ -9,7 +9,7 @@ from typing import Any
 from narrowcast.autotune import gradients
 from narrowcast.autotune.gradients import Reduction
 from narrowcast.autotune.problem import Choice, Group, Shard
-from narrowcast.autotune.sampling import ALL, COMPRESSIONS, SampleStats
+from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, SampleStats
 from narrowcast.util import aligned
 
 _HEAD = ["shard", "kind", "compression", "values", "plain ms", "chosen ms", "gain ms", "cache MiB"]
@@ -98,8 +98,8 @@ def as_json(groups: Sequence[Group], choice: Choice) -> dict[str, Any]:
         entry = asdict(group) | {"narrowed": group.name in choice.compressions}
         for shard, of_shard in zip(group.shards, entry["shards"], strict=True):
             for name, option in shard.options.items():
-                gain = shard.plain - option.seconds
-                of_shard["options"][name] |= {"seconds": option.seconds, "gain": gain}
+                more = {"seconds": option.seconds, "gain": shard.gain(name)}
+                of_shard["options"][name] |= more
             compression, seconds, cache_bytes = _as_chosen(choice, group, shard)
             of_shard |= {
                 "compression": compression,

@@ -19,9 +19,11 @@ from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.autotune.report import ReportWriter
-from narrowcast.autotune.sampling import ALL, SampleHistory, Sampler, sum_over_ranks
+from narrowcast.autotune.sample_stats import ALL, SampleHistory, sum_over_ranks
+from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.schedule import Schedule
 from narrowcast.autotune.solver import Strategy
 from narrowcast.autotune.step_barrier import StepBarrier
@@ -142,8 +144,8 @@ class Controller:
             self._barrier.wait(self._schedule.steps)
         if self._schedule.samples:
             self._record_changes(self.sampler.after_step())
-            if self.sampler.pieces_a_step:
-                self._gradients.allow(_GRADIENT_CHUNKS * self.sampler.pieces_a_step)
+            if self.sampler.chunks_per_step:
+                self._gradients.allow(_GRADIENT_CHUNKS * self.sampler.chunks_per_step)
         else:
             self.sampler.pause()
         if self._schedule.steps_to_choice is None:
@@ -181,7 +183,7 @@ class Controller:
         }
         return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
 
-    def _slowest_links(self) -> dict[str, calibration.Links]:
+    def _slowest_links(self) -> dict[str, Links]:
         """By label: where several process groups gather the same parameters, the slowest links."""
         local = {
             label: self.calibration.links[group.process_group.group_name]
@@ -285,9 +287,11 @@ class Controller:
         """Adds the samples of all ranks to the history, and notes the time that they took."""
         names = [ALL, *self._consensus.params]
         self._history.add(
-            sum_over_ranks(self.sampler.seen, names, self._consensus.device, self._consensus.group)
+            sum_over_ranks(
+                self.sampler.samples, names, self._consensus.device, self._consensus.group
+            )
         )
-        spent = self.sampler.spent + self._gradients.seconds
+        spent = self.sampler.seconds + self._gradients.seconds
         self.sampling_share = self._consensus.largest(spent / max(self.sampler.elapsed, 1e-9))
         self.sampler.clear()
         self._gradients.seconds = 0.0
@@ -322,7 +326,7 @@ class Controller:
             coder,
             self._schedule.steps_since_choice,
         )
-        return cost_model.problem(
+        return cost_model.make_problem(
             gathered,
             self._history.samples,
             self.sampler.scheme,

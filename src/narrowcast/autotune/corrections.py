@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.autotune.calibration import Links
 from narrowcast.autotune.consensus import Consensus
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Group
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune import cost_model
-from narrowcast.autotune.calibration import Calibration, Links
+from narrowcast.autotune.calibration import Calibration
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Compressions
 from narrowcast.fsdp2 import ParamGroup
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast import util
-from narrowcast.autotune.calibration import Links
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.solver import MARGIN
 from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ParamGroup

@@ -103,7 +103,7 @@ def _by_ratio(groups: Sequence[Group], limit: float, _margin: float) -> Compress
             uncached = next(name for name, option in by_time if not option.cache_bytes)
             compressions[group.name][shard.name] = uncached
             for name, option in by_time:
-                gain = shard.plain - option.seconds
+                gain = shard.gain(name)
                 if option.cache_bytes and gain > 0:
                     rank = (-gain / option.cache_bytes, shard.name, group.name)
                     ranked.append((rank, name, option.cache_bytes))

@@ -1,5 +1,5 @@
-"""Compressions are chosen in training: alike on all ranks, within the budget, and no bit
-differs."""
+"""Compressions are chosen in training: alike on all ranks, within the budget, and the training
+remains bitwise identical."""
 
 import itertools
 import json
@@ -19,9 +19,12 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.autotune import calibration, controller, sampling, solver
-from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
+from narrowcast.autotune import calibration, controller, sampling, solver, timed_gather
+from narrowcast.autotune.calibration import Calibration
+from narrowcast.autotune.coder_speed import CoderSpeed
 from narrowcast.autotune.corrections import Corrections
+from narrowcast.autotune.curves import Curve
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
@@ -33,7 +36,7 @@ GIB = 1 << 30
 
 
 def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Calibration:
-    """As of a link of this speed, without latencies."""
+    """The calibration of a link of this speed, without latencies."""
     curve = Curve(0.0, seconds_per_byte, 0.0, (1,), (seconds_per_byte,))
     links = {
         group.process_group.group_name: Links(
@@ -46,13 +49,13 @@ def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Ca
 
 @contextmanager
 def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
-    """Links are of this speed, and each part of coding a piece takes a tick."""
+    """Links have this speed, and each part of coding a chunk takes a tick."""
     ticks = itertools.count()
     with (
         patch.object(
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
-        patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
+        patch.object(timed_gather, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
         patch.object(all_gather, "Sampler", partial(sampling.Sampler, share=math.inf)),
         patch.object(Corrections, "learn_coding", lambda *_: None),
         patch.object(Corrections, "learn_links", lambda *_: None),
@@ -74,8 +77,8 @@ def _compressions(handle: NarrowedModel) -> dict[str, str]:
 
 
 def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any]) -> Any:
-    """Trains plain and with ``auto``: compressions and bytes cached by step, and whether bits
-    agree."""
+    """Trains with baseline FSDP2 and with ``auto``: compressions and bytes cached by step, and
+    whether the training is bitwise identical."""
     model, optimizer = build(setup)
     losses = train(setup, model, optimizer)
     plain = state_of(model, optimizer)
@@ -92,7 +95,7 @@ def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any])
     return {"steps": steps, "equal": equal, "cached": cached, "choice": choice}
 
 
-def test_on_a_slow_link_all_values_are_kept_after_the_warm_up(ranks) -> None:
+def test_on_a_slow_link_all_values_are_cached_after_the_warm_up(ranks) -> None:
     for one in ranks(2).run(_train_auto, SLOW, Setup(steps=6), {}):
         assert one["equal"]
         assert set(one["steps"][2].values()) == {"plain"}
@@ -134,7 +137,9 @@ def _log_of(
 
 
 @pytest.mark.parametrize("incompressible", [False, True])
-def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible: bool) -> None:
+def test_where_nothing_is_worthwhile_all_stays_plain_and_the_log_explains_it(
+    ranks, incompressible: bool
+) -> None:
     """On a fast link; on a slow one where all bits change in every step, and are gathered once."""
     logs = ranks(2).run(_log_of, SLOW if incompressible else FAST, "auto", incompressible)
     for _, (compressions, cache_bytes), _ in logs:
@@ -144,7 +149,7 @@ def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible:
     assert "chosen after step 4" in said
     assert "plain" in said
     assert "is worthwhile on this link" in said
-    assert logs[1][0] == []  # the first rank speaks for all
+    assert logs[1][0] == []  # the first rank reports for all
 
 
 def test_observing_reports_what_it_would_choose_and_changes_nothing(ranks) -> None:
@@ -171,7 +176,7 @@ def test_the_budget_is_never_exceeded(ranks, reshard: bool | int, share: float) 
 
 
 def _choose_in_noise(_: None) -> Any:
-    """Every rank measures other times, and sees other pieces."""
+    """Every rank measures other times, and samples other chunks."""
     rank = dist.get_rank()
     with on_a_link(SLOW * 10**rank, tick=1e-7 * 7**rank):
         setup = Setup(steps=9, num_experts=7)
@@ -191,7 +196,8 @@ def test_all_ranks_choose_alike_whatever_each_of_them_measures(ranks) -> None:
 
 def _with_a_shard_that_jumps(_: None) -> list[str]:
     """From step 6 on one parameter is drawn anew in every step. (Each is gathered once a step, or
-    the second gather, in which nothing has changed, would still pay for keeping its values.)"""
+    caching its values would still be worthwhile for the second gather, in which nothing has
+    changed.)"""
     with on_a_link(SLOW):
         setup = Setup(steps=12, reshard=False)
         model, optimizer, handle = _narrow(setup)
@@ -221,20 +227,20 @@ def test_a_shard_whose_change_rate_jumps_is_dropped(ranks) -> None:
 
 @contextmanager
 def ever_other_choices() -> Iterator[None]:
-    """Each look chooses other compressions for every shard, and plain for some group."""
-    looks = itertools.count()
+    """Each choice has other compressions for every shard, and plain for some group."""
+    choices = itertools.count()
     choose = solver.choose
 
     def scripted(groups: list[Group], *arguments: Any) -> Choice:
-        look = next(looks)
-        turns = itertools.count(look)
+        number = next(choices)
+        shift = itertools.count(number)
         compressions = {
             group.name: {
-                shard.name: ("delta", "exponent", "none", "entropy", "delta")[next(turns) % 5]
+                shard.name: ("delta", "exponent", "none", "entropy", "delta")[next(shift) % 5]
                 for shard in group.shards
             }
             for index, group in enumerate(groups)
-            if (index + look) % 4
+            if (index + number) % 4
         }
         return replace(choose(groups, *arguments), compressions=compressions)
 
@@ -259,7 +265,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", wide_but(MODES, "exponent_delta", "fp32, async, hsdp"))
-def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> None:
+def test_training_is_bitwise_identical_while_choices_change(ranks, mode: str) -> None:
     sharding, settings = MODES[mode]
     setup = replace(Setup(steps=11), **sharding)
     world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2
@@ -285,8 +291,8 @@ def _paused_steps(_: None) -> list[int]:
     return paused
 
 
-def test_steps_that_are_not_watched_are_no_part_of_the_next_look(ranks) -> None:
-    """Watched: 1 to 3, and 5 to 8, of which 8 looks at the choice again."""
+def test_steps_that_are_not_sampled_are_no_part_of_the_next_choice(ranks) -> None:
+    """Sampled: 1 to 3, and 5 to 8, after which the choice is reconsidered."""
     assert ranks(2).run(_paused_steps, None) == [[4, 9]] * 2
 
 
@@ -317,18 +323,18 @@ def test_gradients_are_sampled_with_and_without_volume_plain_and_narrowed(
         assert labels == {"0", "1", "(root)"}
 
 
-def _report(folder: Path, pieces_a_step: float | None = None) -> None:
+def _report(folder: Path, chunks_per_step: float | None = None) -> None:
     with on_a_link(SLOW):
         setup = Setup(steps=6)
         model, optimizer, handle = _narrow(setup, report=folder)
-        if pieces_a_step is not None:
-            handle.selection.sampler.pieces_a_step = pieces_a_step
+        if chunks_per_step is not None:
+            handle.selection.sampler.chunks_per_step = chunks_per_step
         train(setup, model, optimizer)
         handle.remove()
 
 
-def test_the_report_says_how_many_shards_were_not_looked_at(ranks, tmp_path) -> None:
-    """At every third step each of the two ranks looks at one."""
+def test_the_report_says_how_many_shards_were_not_sampled(ranks, tmp_path) -> None:
+    """At every third step each of the two ranks samples one."""
     ranks(2).run(_report, tmp_path, 1 / 3)
     text = (tmp_path / "choice-step-00000004.txt").read_text()
     assert "18 of 20 shards were not sampled yet" in text
@@ -345,9 +351,9 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert report["step"] == 4
     assert report["applied"] is True
     assert {one["label"] for one in report["reductions"]} == {"0", "1", "(root)"}
-    seen = report["samples"]["0.experts.w1_EFD"]
-    assert 0 < seen["changed_exponents"] < seen["changed_values"] <= 1
-    assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
+    rates = report["samples"]["0.experts.w1_EFD"]
+    assert 0 < rates["changed_exponents"] < rates["changed_values"] <= 1
+    assert rates["changed_exponents"] <= rates["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
     assert "not sampled" not in text
     assert "bits per value instead of 16" in text
@@ -359,7 +365,7 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
 
 
 def _reported_on_a_full_disk(folder: Path) -> list[str]:
-    """What is warned of. Files take their first bytes, and no more."""
+    """The warnings when every file takes only its first bytes."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -380,7 +386,7 @@ def _reported_on_a_full_disk(folder: Path) -> list[str]:
 
 def test_a_full_disk_leaves_no_part_of_a_report_and_training_goes_on(ranks, tmp_path) -> None:
     first, second = ranks(2).run(_reported_on_a_full_disk, tmp_path)
-    (warning,) = first  # said once
+    (warning,) = first  # once
     assert f"{tmp_path / 'calibration.json'} cannot be written: No space left" in warning
     assert second == []
     assert not list(tmp_path.iterdir())
@@ -430,7 +436,7 @@ def test_slow_coding_counts_once_and_is_forgotten_when_nothing_is_coded(ranks) -
 
 
 def _link_scale(_: None) -> tuple[float, float]:
-    """Plain gathers take a second on the rank that comes last to each, and two on the other."""
+    """Baseline gathers take a second on the rank that comes last to each, and two on the other."""
     with on_a_link(SLOW):
         setup = Setup(steps=3)
         model, optimizer, handle = _narrow(setup, compression="observe")
@@ -455,7 +461,7 @@ def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
 
 
 def test_without_an_optimizer_auto_is_refused(ranks) -> None:
-    assert all("compression = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
+    assert all('compression = "auto"' in text for text in ranks(2).run(_refused_without_optimizer))
 
 
 def _refused_without_optimizer() -> str:

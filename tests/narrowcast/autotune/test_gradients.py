@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from narrowcast import narrow_reduce_scatter
 from narrowcast.autotune import gradients as gradient_costs
-from narrowcast.autotune.calibration import Curve, Links
+from narrowcast.autotune.curves import Curve
 from narrowcast.autotune.gradients import GradientSampler, Reduction, table
+from narrowcast.autotune.links import Links
 from narrowcast.fsdp2 import ParamGroup, ReduceScatter, param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter

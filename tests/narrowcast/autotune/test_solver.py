@@ -1,4 +1,4 @@
-"""Which shard gets which compression: against enumeration, and as users see it."""
+"""Which shard gets which compression: against enumeration, and as users read it."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from narrowcast.autotune.choice_report import as_json, table
 from narrowcast.autotune.problem import Group, Option, Shard
 from narrowcast.autotune.solver import choose
 
-CLOSE = 1e-6  # of plain's time
+CLOSE = 1e-6  # of the baseline's time
 
 
 def shard(name, plain, none=None, kind="expert_ffn", **options):
@@ -25,7 +25,7 @@ def group(name, *shards, plain_latency=0.0, overhead=0.0, is_current=False):
 
 
 def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1, 9)):
-    """Shards of all kinds of cost, some hopeless, some already cached, some with equal options."""
+    """Shards of various costs, some not worthwhile, some cached now, some with equal options."""
 
     def an_option(plain, cache_bytes):
         link, decoding = rng.choice([0.1, 0.2, 0.5, rng.random()]), rng.choice([0, rng.random()])
@@ -49,7 +49,7 @@ def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1
 
 
 def totals(groups, compressions, margin=0.0):
-    """What is minimised: seconds with cold caches and the margin. And the bytes of caches."""
+    """What is minimised (seconds with cold caches and the margin), and the bytes of caches."""
     seconds, cache_bytes = 0.0, 0
     for one in groups:
         plain = one.plain_latency + sum(s.plain for s in one.shards)
@@ -64,7 +64,7 @@ def totals(groups, compressions, margin=0.0):
 
 
 def enumerated(groups, budget, margin):
-    """The least seconds of all selections there are."""
+    """The least seconds of all possible choices."""
     best = {0: 0.0}  # by cache bytes, over the groups so far
     for one in groups:
         ways = [totals([one], {})]
@@ -115,7 +115,7 @@ def test_the_budget_is_never_exceeded(strategy):
             assert totals(groups, choose(groups, budget, strategy).compressions)[1] <= budget
 
 
-def test_not_even_by_what_a_solver_tolerates():
+def test_the_budget_is_not_exceeded_within_the_solvers_tolerance():
     size = 10**15 // 3
     value = Option(0.1, cache_bytes=size)
     shards = [shard(f"s{i}", 1.0 + i / 10, delta=value) for i in range(4)]
@@ -202,7 +202,7 @@ def test_a_margin_must_be_saved():
     )
 
 
-def test_a_compression_in_force_is_kept_where_another_gains_too_little():
+def test_a_current_compression_stays_where_another_gains_too_little():
     is_current = Option(0.5, bits=8.0, cache_bytes=4)
     for gain, taken in ((0.05, "exponent"), (0.2, "delta")):
         value = Option(0.5 - gain, switching=0.1, cache_bytes=8)
@@ -216,7 +216,7 @@ def test_a_compression_in_force_is_kept_where_another_gains_too_little():
     )
 
 
-def test_narrowing_at_all_must_repay_its_cold_caches():
+def test_narrowing_a_group_must_repay_its_cold_caches():
     for switching in (0.1, 0.3):
         one = group("g", shard("w", 1.0, delta=Option(0.8, switching=switching)))
         choice = choose([one], None)
@@ -277,7 +277,7 @@ def test_every_shard_is_given_its_reason():
     assert choose(fast, None).reasons == {("g", "w"): "no compression is worthwhile on this link"}
 
 
-def test_the_table_tells_the_longest_shards_and_the_totals():
+def test_the_table_has_the_longest_shards_and_the_totals():
     groups = example()
     text = table(groups, choose(groups, 2**20), limit=3)
     head, *rows = text.splitlines()
@@ -301,7 +301,7 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     )
 
 
-def test_the_json_tells_every_shard():
+def test_the_json_has_every_shard():
     groups = example()
     choice = choose(groups, 2**20)
     saved = json.loads(json.dumps(as_json(groups, choice), allow_nan=False))
@@ -337,7 +337,7 @@ def test_the_json_tells_every_shard():
 
 
 def least_possible(groups, budget):
-    """A bound on the seconds of all selections, by a price for memory (Lagrange's)."""
+    """A lower bound on the seconds of all choices, by a Lagrange multiplier for memory."""
 
     def relaxed(price):
         seconds, used = 0.0, 0
