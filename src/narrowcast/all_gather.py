@@ -202,13 +202,23 @@ def narrow_all_gather(
     check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
+    comms = [] if _is_left_plain(groups, config) else _comms_of(groups, schemes, config, counted)
+    controller = None
+    if config.chooses and comms:
+        compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
+        folder = None if report is None else Path(report)
+        with job.together("narrow_all_gather"), counted_by_caller():
+            controller = _controller_of(comms, compressed, config, counted, folder, job)
+    return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
+
+
+def _is_left_plain(groups: list[ParamGroup], config: AllGatherConfig) -> bool:
+    """Whether ``auto`` leaves baseline FSDP2 in place, since no entropy coder runs on the device.
+    A fixed compression that needs the coder then warns of its cost."""
     coder = find_coder(config.entropy_coder)
-    comms = []
-    if config.compression != "auto" or not host_coder.leaves_plain(
-        groups, coder, "all-gather", force=config.force
-    ):
-        comms = _comms_of(groups, schemes, config, counted)
-    if not config.chooses and config.compression != "none":
+    if config.compression == "auto":
+        return host_coder.leaves_plain(groups, coder, "all-gather", force=config.force)
+    if config.compression not in ("observe", "none"):
         host_coder.warn_of_cost(
             groups,
             coder,
@@ -217,13 +227,7 @@ def narrow_all_gather(
             decoded=sum(sum(group.numels) * group.process_group.size() for group in groups),
             force=config.force,
         )
-    controller = None
-    if config.chooses and comms:
-        compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
-        folder = None if report is None else Path(report)
-        with job.together("narrow_all_gather"), counted_by_caller():
-            controller = _controller_of(comms, compressed, config, counted, folder, job)
-    return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
+    return False
 
 
 def _comms_of(

@@ -147,34 +147,52 @@ def narrow_reduce_scatter(
     check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
-    ledger = counted.ledger if counted else None
-    coder = find_coder(config.entropy_coder)
-    comms = [
-        NarrowReduceScatter(
-            group,
-            None if config.compression == "auto" else config.compression,
-            coder,
-            ReductionTelemetry(ledger),
-            job,
-        )
-        for group in groups
-    ]
+    comms = [] if _is_left_plain(groups, config) else _comms_of(groups, config, counted, job)
     selection = None
-    if config.chooses:
-        if host_coder.leaves_plain(groups, coder, "reduce-scatter", force=config.force):
-            comms = []
-        else:
-            folder = None if report is None else Path(report)
-            with job.together("narrow_reduce_scatter"), counted_by_caller():
-                selection = GradientController(
-                    comms, coder, config.warmup_steps, config.reselect_interval, folder, job
-                )
-    elif config.compression != "none":
+    if config.chooses and comms:
+        folder = None if report is None else Path(report)
+        with job.together("narrow_reduce_scatter"), counted_by_caller():
+            selection = GradientController(
+                comms,
+                find_coder(config.entropy_coder),
+                config.warmup_steps,
+                config.reselect_interval,
+                folder,
+                job,
+            )
+    return NarrowedGradients(modules_of(model), comms, optimizer, counted, selection, job)
+
+
+def _is_left_plain(groups: list[ParamGroup], config: ReduceScatterConfig) -> bool:
+    """Whether ``auto`` leaves baseline FSDP2 in place, since no entropy coder runs on the device.
+    A fixed compression that needs the coder then warns of its cost."""
+    coder = find_coder(config.entropy_coder)
+    if config.compression == "auto":
+        return host_coder.leaves_plain(groups, coder, "reduce-scatter", force=config.force)
+    if config.compression == "entropy":
         others = sum(sum(group.numels) * (group.process_group.size() - 1) for group in groups)
         host_coder.warn_of_cost(
             groups, coder, "reduce-scatter", encoded=others, decoded=others, force=config.force
         )
-    return NarrowedGradients(modules_of(model), comms, optimizer, counted, selection, job)
+    return False
+
+
+def _comms_of(
+    groups: list[ParamGroup],
+    config: ReduceScatterConfig,
+    counted: CountedModel | None,
+    job: Job,
+) -> list[NarrowReduceScatter]:
+    return [
+        NarrowReduceScatter(
+            group,
+            None if config.compression == "auto" else config.compression,
+            find_coder(config.entropy_coder),
+            ReductionTelemetry(counted.ledger if counted else None),
+            job,
+        )
+        for group in groups
+    ]
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:

@@ -95,48 +95,57 @@ def _corrected_correlation(estimate: float, n: int) -> float:
 
 @dataclass
 class _Trial:
+    """A choice on trial; or, without times before it, the steps that follow an undone one."""
+
     owner: object
     before: list[float]
     cold_steps: int = COLD_STEPS
     after: list[float] = field(default_factory=list)
+    idle_steps: int = 0  # of other owners, since this one last recorded a step
+
+    def record(self, owner: object, seconds: float) -> None:
+        if owner is not self.owner:
+            self.idle_steps += 1
+            return
+        self.idle_steps = 0
+        if self.cold_steps:
+            self.cold_steps -= 1
+        else:
+            self.after.append(seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for a verdict: its owner has gone, or it is no choice and has
+        ended."""
+        has_ended = not self.before and not self.cold_steps
+        return has_ended or self.idle_steps > COLD_STEPS + WINDOW
 
 
 class StepWatch:
     """The step times of a job, of which one choice at a time is on trial.
 
     Whoever chooses in the job is an owner: all-gathers and gradients may both be chosen. A change
-    by one ends what is known of step times for all.
+    by one ends what is known of step times for all. All that it reports depends on the number of
+    steps alone, and not on their times, so it is the same on every rank.
     """
 
     def __init__(self) -> None:
         self._times: dict[object, deque[float]] = {}
         self._trial: _Trial | None = None
-        self._unsettled: dict[object, int] = {}  # steps to go, by who undid a choice
 
     @property
     def is_busy(self) -> bool:
         """Whether no other choice may be made now: one is on trial, or was just undone and the
         steps since then are too few to compare with."""
-        return self._trial is not None or bool(self._unsettled)
-
-    def is_tried(self, owner: object) -> bool:
-        """Whether a choice of this owner is on trial."""
-        return self._trial is not None and self._trial.owner is owner
+        return self._trial is not None
 
     def record(self, owner: object, seconds: float) -> None:
         """Adds the time of a step, as this owner measured it."""
         self._times.setdefault(owner, deque(maxlen=WINDOW)).append(seconds)
-        if owner in self._unsettled:
-            self._unsettled[owner] -= 1
-            if not self._unsettled[owner]:
-                del self._unsettled[owner]
-        trial = self._trial
-        if trial is None or trial.owner is not owner:
-            return
-        if trial.cold_steps:
-            trial.cold_steps -= 1
-        else:
-            trial.after.append(seconds)
+        if self._trial is not None:
+            self._trial.record(owner, seconds)
+            if self._trial.is_over:
+                self._trial = None
 
     def pause(self, owner: object) -> None:
         """Forgets this owner's times: the next one will not be of the step that follows."""
@@ -144,7 +153,11 @@ class StepWatch:
 
     def start_trial(self, owner: object) -> bool:
         """Notes that this owner has changed compressions, and puts that on trial if enough steps
-        are known from before; whether it does."""
+        are known from before.
+
+        Returns:
+            Whether it does.
+        """
         before = self._times.get(owner, ())
         is_known = len(before) >= LEAST and not self.is_busy
         if is_known:
@@ -155,21 +168,20 @@ class StepWatch:
     def due(self, owner: object) -> tuple[list[float], list[float]] | None:
         """The times before and after this owner's choice on trial, once there are as many."""
         trial = self._trial
-        if trial is None or trial.owner is not owner or len(trial.after) < len(trial.before):
+        if trial is None or trial.owner is not owner or not trial.before:
             return None
-        return trial.before, trial.after
+        return (trial.before, trial.after) if len(trial.after) == len(trial.before) else None
 
     def end_trial(self, is_undone: bool) -> None:
         """Ends the trial. Where the choice is undone, what is known of step times ends too."""
         assert self._trial is not None
+        owner, self._trial = self._trial.owner, None
         if is_undone:
             self._times.clear()
-            self._unsettled[self._trial.owner] = COLD_STEPS + WINDOW
-        self._trial = None
+            self._trial = _Trial(owner, [], cold_steps=COLD_STEPS + WINDOW)
 
     def leave(self, owner: object) -> None:
         """Forgets an owner that makes no more choices."""
         self.pause(owner)
-        self._unsettled.pop(owner, None)
-        if self.is_tried(owner):
+        if self._trial is not None and self._trial.owner is owner:
             self._trial = None

@@ -204,13 +204,25 @@ def test_one_choice_at_a_time_is_on_trial() -> None:
     assert not watch.is_busy
     watch.start_trial("a")
     assert watch.is_busy
-    assert watch.is_tried("a")
-    for _ in range(40):
+    for _ in range(20):
+        watch.record("a", 1.0)
         watch.record("b", 1.0)
     assert watch.due("b") is None
     assert not watch.start_trial("b")
+    assert watch.is_busy
     watch.leave("a")
     assert not watch.is_busy
+
+
+def test_a_trial_ends_when_its_owner_is_no_longer_there() -> None:
+    """A model was built anew, and its old handle not removed."""
+    watch = _watch_after(40)
+    assert watch.start_trial("a")
+    for _ in range(COLD_STEPS + WINDOW + 1):
+        assert watch.is_busy
+        watch.record("b", 1.0)
+    assert not watch.is_busy
+    assert watch.start_trial("b")
 
 
 def test_after_an_undone_choice_the_next_one_has_steps_to_be_compared_with() -> None:
