@@ -65,8 +65,7 @@ def _counts_changed_values(config: NarrowcastConfig) -> bool:
 
 
 def _counts_zeros(config: NarrowcastConfig) -> bool:
-    gradients = config.reduce_scatter
-    return config.volume.enable and gradients.enable and gradients.compression != "none"
+    return config.volume.enable and config.reduce_scatter.enable
 
 
 def _counts_tokens(config: NarrowcastConfig) -> bool:

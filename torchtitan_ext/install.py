@@ -62,9 +62,10 @@ class Installed:
             self.narrowed_gradients = _narrow(narrow_reduce_scatter, trainer, "reduce_scatter")
         if switches.volume.enable and not self.handles:
             self.counted = count_volume(param_groups(*trainer.model_parts), trainer.optimizers)
+        metrics = trainer.metrics_processor
         if self.ledger is not None:
             self._count_tokens(trainer, self.ledger)
-        metrics = trainer.metrics_processor
+            self.ledger.sample_interval = metrics.sample_interval
         metrics.lay_out(switches)
         metrics.ledger = self.ledger
         metrics.selections = list(self.selections.values())
@@ -72,6 +73,8 @@ class Installed:
     def recording(self, step: int) -> AbstractContextManager:
         """A context for a step of training, which records its routing where that is asked for."""
         stack = ExitStack()
+        if self.ledger is not None:
+            self.ledger.step = step  # not that of the process where the run was resumed
         if self.handles:
             stack.enter_context(job_of(None).informed())
         for run in self._runs:

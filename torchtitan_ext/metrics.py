@@ -32,6 +32,13 @@ class MetricsPlugin:
     ledger: Ledger | None = None
     selections: Sequence[Controller | GradientController] = ()
 
+    @property
+    def sample_interval(self) -> int:
+        """Steps from one to the next in which what takes a pass over the data is counted: those
+        that are logged; 0 where nobody reads it, as the console has none of it."""
+        config = self.config
+        return config.log_freq if config.enable_tensorboard or config.enable_wandb else 0
+
     def lay_out(self, config: NarrowcastConfig) -> None:
         """Lay out the charts of TensorBoard that will have data."""
         for writer in tensorboard_writers(self.logger):

@@ -126,9 +126,12 @@ class NarrowedModel:
         Runs by itself after each step of the optimizer. Call it after parameters changed otherwise
         (a checkpoint was loaded), if you like: a change that nobody announced is noticed when the
         shard is gathered, and costs what was announced and, in a second round, all payloads again.
+
+        Raises:
+            NarrowcastError: on every rank alike, if it fails on one.
         """
         comms = [comm for comm in self._comms if comm.schemes is not None]
-        with own_mode():
+        with self._job.together("refresh()"), own_mode():
             for comm, following in zip_longest(comms, comms[1:]):
                 comm.prepare(following)
 
@@ -270,7 +273,6 @@ def _controller_of(
         block_size=config.block_size,
         block_check=config.block_check,
         coder=find_coder(config.entropy_coder),
-        counts=counted is not None,
         job=job.group,
     )
     rules = Rules(

@@ -216,7 +216,6 @@ def sample_chunk(values_N: Tensor, coder: Coder) -> GradientStats:
     payload = packet.pack(
         [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=values_N.device
     )
-    int(values_N.count_nonzero())
     encoding = util.now(values_N.device)
     (arrived,) = packet.unpack_body(*packet.unpack(payload))
     codec.decode_into(target_N, arrived, coder)

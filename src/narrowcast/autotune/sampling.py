@@ -74,7 +74,6 @@ class Sampler:
     Attributes:
         scheme: how exponents are encoded; its compression does not matter.
         coder: entropy coder of training.
-        counts: whether gathers count changes, as with a ledger.
         samples: by parameter, and of ``ALL``, on this rank since ``clear``.
         chunks_per_step: how many there is time for; 0 until it is known.
         seconds, elapsed: seconds spent on sampling since ``clear``, and that passed meanwhile.
@@ -94,13 +93,12 @@ class Sampler:
         block_size: int,
         block_check: BlockCheck,
         coder: Coder,
-        counts: bool = True,
         share: float = SHARE,
         job: dist.ProcessGroup | None = None,
     ) -> None:
         self._groups, self._names, self._job = groups, names, job
         self.scheme = Scheme("delta", exponent_coding, block_size, block_check)
-        self.coder, self.counts, self._share = coder, counts, share
+        self.coder, self._share = coder, share
         self._find_places()
         self._next, self._allowed, self._steps = 0, 0.0, 0
         self._copies: list[tuple[ChunkPlace, Tensor]] = []
@@ -156,7 +154,7 @@ class Sampler:
         for place, old_N in self._copies:
             info = self._groups[place.group].params[place.param]
             layout, new_N = floats.LAYOUTS[info.dtype], read_chunk(self._groups, place)
-            stats = sample_chunk(old_N, new_N, layout, self.scheme, self.coder, self.counts)
+            stats = sample_chunk(old_N, new_N, layout, self.scheme, self.coder)
             is_long = 2 * place.size > self._largest.size
             for name in (info.name, ALL) if is_long else (info.name,):
                 self.samples[name] = self.samples.get(name, SampleStats()) + stats
@@ -190,7 +188,7 @@ class Sampler:
         for _ in range(2):  # the first call of everything takes longer
             dist.barrier(self._job)
             start = time.perf_counter()
-            sample_chunk(old_N, new_N, layout, self.scheme, self.coder, self.counts)
+            sample_chunk(old_N, new_N, layout, self.scheme, self.coder)
         return time.perf_counter() - start
 
     def _agree_on_chunks(self, step_seconds: float) -> None:

@@ -26,19 +26,17 @@ def sample_chunk(
     layout: FloatLayout,
     scheme: Scheme,
     coder: Coder,
-    counts: bool = True,
 ) -> SampleStats:
     """Changes and costs of a chunk of a shard.
 
     Args:
         old_N, new_N: before and after a step of the optimizer, as integers of ``layout.bits``.
         scheme: how exponents are encoded; its compression does not matter.
-        counts: whether gathers count changes, as with a ledger.
     """
     changes = count_changes(new_N, old_N, layout, scheme.block_size)
     costs = []
     for compression in COMPRESSIONS:
-        timed = TimedGather(replace(scheme, compression=compression), layout, coder, counts)
+        timed = TimedGather(replace(scheme, compression=compression), layout, coder)
         first = timed.gather(old_N, new_N, is_first=True)
         later = replace(first, preparing=0.0)  # of ``entropy`` and ``none`` nothing is cached
         if compression in ("delta", "exponent"):
@@ -74,16 +72,12 @@ class GatherTimes:
 
 @dataclass(frozen=True)
 class TimedGather:
-    """Takes a chunk through encoding and decoding as ``NarrowAllGather`` does.
-
-    Attributes:
-        counts: whether gathers count changes, as with a ledger.
-    """
+    """Takes a chunk through encoding and decoding as ``NarrowAllGather`` does, in a step in which
+    telemetry takes no sample."""
 
     scheme: Scheme
     layout: FloatLayout
     coder: Coder
-    counts: bool
 
     def gather(self, old_N: Tensor, new_N: Tensor, is_first: bool) -> GatherTimes:
         """Gathers ``new_N`` where ``old_N`` was gathered before.
@@ -99,7 +93,7 @@ class TimedGather:
         shard_N, preparing = new_N, 0.0
         if is_first:
             start = util.now(device)
-            shard_N = self._prepared(new_N, sender_cache)
+            shard_N = _prepared(new_N)
             preparing = util.now(device) - start
         hashing = self._hashing(shard_N, sender_cache)
         start = util.now(device)
@@ -115,15 +109,6 @@ class TimedGather:
         if self.scheme.caches_hashes:  # of what it has sent, when it decodes its own chunk
             hashing += self._hashing(shard_N, sender_cache)
         return GatherTimes(encoded.size, preparing, hashing, encoding, decoding)
-
-    def _prepared(self, new_N: Tensor, cached: Tensor | None) -> Tensor:
-        """The shard as it is encoded ahead of its gather: cast and joined, compared with the cache
-        for the ledger, and compared with the parameters when the gather is due."""
-        shard_N = torch.cat([new_N.clone()])
-        if self.counts and cached is not None and not self.scheme.caches_hashes:
-            count_changes(shard_N, cached, self.layout, self.scheme.block_size)
-        torch.equal(shard_N, new_N)
-        return shard_N
 
     def _hashing(self, shard_N: Tensor, cached: Tensor | None) -> float:
         """Seconds to find the changed blocks, which is a part of encoding."""
@@ -147,3 +132,11 @@ class TimedGather:
         to_cache = codec.receiver_cache(bits_N, scheme, layout)
         if to_cache is not cached_N:
             cached_N.copy_(to_cache)
+
+
+def _prepared(new_N: Tensor) -> Tensor:
+    """The shard as it is encoded ahead of its gather: cast and joined, and compared with the
+    parameters when the gather is due."""
+    shard_N = torch.cat([new_N.clone()])
+    torch.equal(shard_N, new_N)
+    return shard_N

@@ -153,7 +153,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
         block_size=scheme.block_size,
         block_check=scheme.block_check,
     )
-    handle.ledger.sample_interval = 1
+    handle.ledger.sample_interval = 0
     (comm,) = handle._comms
     group = comm.group
     gathered = torch.empty(2 * NUM_VALUES, dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
     found = []
     for is_first, of_training in zip((True, False), trained, strict=True):
         timed = Work()
-        gathered = timed_gather.TimedGather(scheme, BF16, find_coder("zstd"), counts=True)
+        gathered = timed_gather.TimedGather(scheme, BF16, find_coder("zstd"))
         with timed.recorded():
             gathered.gather(old_bits if is_first else new_bits, new_bits, is_first)
         segments = _segments(timed)
@@ -223,7 +223,9 @@ def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
     """Operations in training, timed operations, and those that take no time."""
     model, *_ = _model()
     counted = narrow_reduce_scatter(model, compression="entropy")
-    ((group, _),) = counted._replaced
+    counted.ledger.sample_interval = 0
+    (comm,) = counted._comms
+    group = comm.group
     generator = torch.Generator().manual_seed(0)
     values_N = torch.randn(NUM_VALUES, generator=generator)
     if kind == "zeros":
