@@ -80,6 +80,10 @@ def _chooses(config: NarrowcastConfig) -> bool:
     return config.all_gather.enable and config.all_gather.chooses
 
 
+def _chooses_gradients(config: NarrowcastConfig) -> bool:
+    return config.reduce_scatter.enable and config.reduce_scatter.chooses
+
+
 def _by_shard_type(title: str, tag: str, has_data: Callable[[NarrowcastConfig], bool]) -> Chart:
     return Chart(title, tuple(f"{tag}/{kind}" for kind in SHARD_TYPES), has_data)
 
@@ -134,6 +138,22 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         Chart("memory of the chosen caches", ("selection/cache_bytes",), _chooses),
         Chart("shards changed since the first choice", ("selection/changed_shards",), _chooses),
         Chart("share of the time spent on sampling", ("selection/sampling_share",), _chooses),
+        Chart("choices of gathers that were undone", ("selection/undone",), _chooses),
+        Chart(
+            "share of gradients that are compressed",
+            ("selection/gradients/share/entropy",),
+            _chooses_gradients,
+        ),
+        Chart(
+            "seconds of a step's reductions: baseline and as chosen, predicted",
+            ("selection/gradients/plain_seconds", "selection/gradients/predicted_seconds"),
+            _chooses_gradients,
+        ),
+        Chart(
+            "choices of gradients that were undone",
+            ("selection/gradients/undone",),
+            _chooses_gradients,
+        ),
     ),
     "Changes since the last step": (
         _by_shard_type("share of changed exponents", "changed_exponents", _counts_changes),

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.all_gather import NarrowedModel, narrow_all_gather
+from narrowcast.autotune.controller import Controller
+from narrowcast.autotune.gradient_controller import GradientController
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
@@ -55,9 +57,7 @@ class Installed:
         if switches.routing_trace.enable:
             self.traced = TraceRun(trainer)
         if switches.all_gather.enable:
-            report = Path(trainer.config.dump_folder) / "selection"
-            narrow = functools.partial(narrow_all_gather, report=report)
-            self.narrowed = _narrow(narrow, trainer, "all_gather")
+            self.narrowed = _narrow(narrow_all_gather, trainer, "all_gather")
         if switches.reduce_scatter.enable:
             self.narrowed_gradients = _narrow(narrow_reduce_scatter, trainer, "reduce_scatter")
         if switches.volume.enable and not self.handles:
@@ -68,7 +68,7 @@ class Installed:
             self.ledger.sample_interval = metrics.sample_interval
         metrics.lay_out(switches)
         metrics.ledger = self.ledger
-        metrics.selection = None if self.narrowed is None else self.narrowed.selection
+        metrics.selections = list(self.selections.values())
 
     def recording(self, step: int) -> AbstractContextManager:
         """A context for a step of training, which records its routing where that is asked for."""
@@ -100,6 +100,16 @@ class Installed:
         return [handle for handle in handles if handle is not None]
 
     @property
+    def selections(self) -> dict[str, Controller | GradientController]:
+        """What chooses compressions, by section."""
+        handles = {"all_gather": self.narrowed, "reduce_scatter": self.narrowed_gradients}
+        return {
+            section: handle.selection
+            for section, handle in handles.items()
+            if handle is not None and handle.selection is not None
+        }
+
+    @property
     def ledger(self) -> Ledger | None:
         return next((handle.ledger for handle in self.handles), None)
 
@@ -129,7 +139,11 @@ def _narrow(narrow: Callable, trainer: Any, section: str) -> Any:
     arguments = {f.name: getattr(switches, f.name) for f in fields(switches) if f.name != "enable"}
     try:
         return narrow(
-            trainer.model_parts, trainer.optimizers, volume=narrowcast.volume.enable, **arguments
+            trainer.model_parts,
+            trainer.optimizers,
+            report=Path(trainer.config.dump_folder) / "selection",
+            volume=narrowcast.volume.enable,
+            **arguments,
         )
     except ValueError as error:
         raise ValueError(f"narrowcast.{section}.enable = true cannot work here: {error}") from error

@@ -1,5 +1,6 @@
 """Communication volume on torchtitan's own metric path: TensorBoard scalars and the console."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torchtitan.tools.logging import logger
 
 from narrowcast.attribution import counted_as
 from narrowcast.autotune.controller import Controller
+from narrowcast.autotune.gradient_controller import GradientController
 from narrowcast.config import NarrowcastConfig
 from narrowcast.telemetry.ledger import Ledger
 from narrowcast.telemetry.over_ranks import reduce_over_ranks
@@ -24,11 +26,11 @@ class MetricsPlugin:
 
     Attributes:
         ledger: of the trainer; None where volume is not counted.
-        selection: the controller that chooses compressions; None where none are chosen.
+        selections: the controllers that choose compressions, of gathers and of gradients.
     """
 
     ledger: Ledger | None = None
-    selection: Controller | None = None
+    selections: Sequence[Controller | GradientController] = ()
 
     @property
     def sample_interval(self) -> int:
@@ -56,8 +58,8 @@ class MetricsPlugin:
             with counted_as(self.ledger):
                 volume = reduce_over_ranks(self.ledger.last, torch.device(titan_utils.device_type))
             extra_metrics = {**(extra_metrics or {}), **volume.scalars()}
-        if self.selection is not None:
-            extra_metrics = {**(extra_metrics or {}), **self.selection.scalars()}
+        for selection in self.selections:
+            extra_metrics = {**(extra_metrics or {}), **selection.scalars()}
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         if volume is not None:
             logger.info(console_line(step, volume))

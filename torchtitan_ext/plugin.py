@@ -56,10 +56,9 @@ class TrainerPlugin:
 
     def train_step(self, data_iterator: Any) -> None:
         """Train a step. Its routing is recorded where a trace or a placement is made from it."""
-        selection = self.narrowed.selection if self.narrowed is not None else None
-        if selection is not None:
+        for section, selection in self._installed.selections.items():
             if selection.step == 0:  # the first that this process trains
-                _warn_of_a_short_run(self.config, self.step)
+                _warn_of_a_short_run(self.config, section, self.step)
             selection.step = self.step - 1
         with self._installed.recording(self.step):
             super().train_step(data_iterator)
@@ -75,12 +74,12 @@ class TrainerPlugin:
             stack.callback(self._installed.remove)
 
 
-def _warn_of_a_short_run(config: Any, first_step: int) -> None:
-    gathers, steps = config.narrowcast.all_gather, config.training.steps
-    needed = gathers.warmup_steps + (gathers.compression == "auto")  # one to train as was chosen
+def _warn_of_a_short_run(config: Any, section: str, first_step: int) -> None:
+    switches, steps = getattr(config.narrowcast, section), config.training.steps
+    needed = switches.warmup_steps + (switches.compression == "auto")  # one to train as was chosen
     if steps - first_step + 1 < needed:
         logger.warning(
-            f"narrowcast.all_gather.warmup_steps = {gathers.warmup_steps} is too much from step "
+            f"narrowcast.{section}.warmup_steps = {switches.warmup_steps} is too much from step "
             f"{first_step} to training.steps = {steps}: compression "
-            f'"{gathers.compression}" will choose nothing. Train longer, or with a shorter warm-up'
+            f'"{switches.compression}" will choose nothing. Train longer, or with a shorter warm-up'
         )

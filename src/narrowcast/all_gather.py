@@ -19,6 +19,7 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.offload import Prefetcher, host_copies
 from narrowcast.attribution import counted_by_caller
+from narrowcast.autotune import host_coder
 from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
 from narrowcast.config import AllGatherConfig, takes_settings_of
@@ -39,7 +40,8 @@ class NarrowedModel:
     """What ``narrow_all_gather`` returns.
 
     Attributes:
-        selection: chooses compressions; ``None`` where the caller gave one.
+        selection: chooses compressions; ``None`` where the caller gave one, and where ``auto``
+            leaves baseline FSDP2 in place, since no entropy coder runs on the device.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
             call ``ledger.end_step()`` yourself. Rates of change and shares of zero gradients are
@@ -203,14 +205,32 @@ def narrow_all_gather(
     check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
     job = job_of(process_group)
     counted = count_volume(groups, optimizer) if volume else None
-    comms = _comms_of(groups, schemes, config, counted)
+    comms = [] if _is_left_plain(groups, config) else _comms_of(groups, schemes, config, counted)
     controller = None
-    if config.chooses:
+    if config.chooses and comms:
         compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
         folder = None if report is None else Path(report)
         with job.together("narrow_all_gather"), counted_by_caller():
             controller = _controller_of(comms, compressed, config, counted, folder, job)
     return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
+
+
+def _is_left_plain(groups: list[ParamGroup], config: AllGatherConfig) -> bool:
+    """Whether ``auto`` leaves baseline FSDP2 in place, since no entropy coder runs on the device.
+    A fixed compression that needs the coder then warns of its cost."""
+    coder = find_coder(config.entropy_coder)
+    if config.compression == "auto":
+        return host_coder.leaves_plain(groups, coder, "all-gather", force=config.force)
+    if config.compression not in ("observe", "none"):
+        host_coder.warn_of_cost(
+            groups,
+            coder,
+            "all-gather",
+            encoded=sum(sum(group.numels) for group in groups),
+            decoded=sum(sum(group.numels) * group.process_group.size() for group in groups),
+            force=config.force,
+        )
+    return False
 
 
 def _comms_of(

@@ -206,6 +206,20 @@ def takes_settings_of(
     return decorated
 
 
+def _check_left_at_default(
+    section: Any, names: Sequence[str], works_with: str, is_allowed: bool
+) -> None:
+    """Raises a ValueError where keys are set that only have a meaning with a compression that is
+    chosen."""
+    for name in names:
+        value, default = getattr(section, name), section.default_of(name)
+        if value != default and not is_allowed:
+            raise ValueError(
+                f"{section.path}.{name} = {value!r}: works with {works_with}, not "
+                f'"{section.compression}": leave it out, or at {default!r}'
+            )
+
+
 _OLD_COMPRESSIONS = {"value": "delta", "coded": "entropy", "raw": "none"}
 
 
@@ -229,11 +243,13 @@ class AllGatherConfig(Section):
     """
     What receivers cache between gathers, and so what is left to send. "auto": for each shard what
     reduces step time on this very link, within cache_budget_gib, or plain FSDP2 where nothing does;
-    chosen after warmup_steps of plain FSDP2. "observe": plain FSDP2, and a report of what "auto"
-    would choose. "delta": the values (2 bytes a bf16 parameter) are cached, and the entropy-coded
-    difference is sent. "exponent": the exponents (1 byte a parameter), and sign, mantissa and the
-    change of the exponents are sent. "entropy": nothing, and sign, mantissa and entropy-coded
-    exponents are sent. "none": all bits are sent.
+    chosen after warmup_steps of plain FSDP2, and undone within 30 steps if that made the median
+    step slower by more than 5 % and by more than noise (where at least 10 steps before the choice
+    were timed). "observe": plain FSDP2, and a report of what "auto" would choose. "delta": the
+    values (2 bytes a bf16 parameter) are cached, and the entropy-coded difference is sent.
+    "exponent": the exponents (1 byte a parameter), and sign, mantissa and the change of the
+    exponents are sent. "entropy": nothing, and sign, mantissa and entropy-coded exponents are sent.
+    "none": all bits are sent.
     """
 
     cache_budget_gib: float = _checked(
@@ -301,19 +317,25 @@ class AllGatherConfig(Section):
     they are. On the command line: A,B,C.
     """
 
+    force: bool = False
+    """
+    Where no entropy coder runs on the parameters' device (CUDA without a coder on the GPU), every
+    coded byte passes through host memory. Then "auto" leaves plain FSDP2 in place, and another
+    compression warns of the cost. true: "auto" chooses all the same, and nothing warns.
+    """
+
     @property
     def chooses(self) -> bool:
         """Whether compressions are chosen by what was measured."""
         return self.compression in ("auto", "observe")
 
     def _check(self) -> None:
-        for name in ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"):
-            value, default = getattr(self, name), self.default_of(name)
-            if value != default and not self.chooses:
-                raise ValueError(
-                    f'{self.path}.{name} = {value!r}: works with compression = "auto" or '
-                    f'"observe", not "{self.compression}": leave it out, or at {default!r}'
-                )
+        _check_left_at_default(
+            self,
+            ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"),
+            'compression = "auto" or "observe"',
+            self.chooses,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,14 +353,49 @@ class ReduceScatterConfig(Section):
     orders do.
     """
 
-    compression: Literal["entropy", "none"] = "entropy"
+    compression: Literal["auto", "entropy", "none"] = "auto"
     """
-    "entropy": the bits that bf16 gradients cast to fp32 hold, with exponents and zeros
-    entropy-coded. "none": all bits, by the same exchange and with the same sum.
+    "auto": for each parameter group "entropy" where that reduces step time on this very link, or
+    plain FSDP2's own reduce-scatter where it does not; chosen after warmup_steps of plain FSDP2,
+    and undone within 30 steps if that made the median step slower by more than 5 % and by more than
+    noise. The choice goes by measured times, so at more than two ranks a run with "auto" does not
+    repeat bit for bit: where the backend sums in another order, the order depends on the choice.
+    All ranks must take their steps together. "entropy": the bits that bf16 gradients cast to fp32
+    hold, with exponents and zeros entropy-coded. "none": all bits, by the same exchange and with
+    the same sum.
+    """
+
+    warmup_steps: int = _integer(30, at_least=3)
+    """
+    Steps of plain FSDP2 whose gradients compression "auto" samples, in at most 1 % of their time,
+    before it chooses.
+    """
+
+    reselect_interval: int = _integer(100, at_least=0)
+    """
+    Steps from one choice of compression "auto" to the next. 0 means that the first choice stays.
+    A choice waits while another of the job, of gathers or of gradients, is on trial.
     """
 
     entropy_coder: Literal["auto", "zstd"] = "auto"
     """The entropy coder. "auto" takes the fastest one that works on the gradients' device."""
+
+    force: bool = False
+    """
+    Where no entropy coder runs on the gradients' device (CUDA without a coder on the GPU), every
+    coded byte passes through host memory. Then "auto" leaves plain FSDP2 in place, and "entropy"
+    warns of the cost. true: "auto" chooses all the same, and nothing warns.
+    """
+
+    @property
+    def chooses(self) -> bool:
+        """Whether compressions are chosen by what was measured."""
+        return self.compression == "auto"
+
+    def _check(self) -> None:
+        _check_left_at_default(
+            self, ("warmup_steps", "reselect_interval"), 'compression = "auto"', self.chooses
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,7 @@ class ParamGroup:
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
-        """The object by which FSDP2 reduces the group's gradients."""
+        """The object by which FSDP2 reduces the group's gradients, without its observers."""
         comm = self._group._reduce_scatter_comm
         return comm.inner if isinstance(comm, ObservedReduceScatter) else comm
 

@@ -103,9 +103,9 @@ def test_two_handles_share_a_ledger_and_end_in_any_order(
 
 def _removed_twice() -> list[bool]:
     model, optimizer = build(STEP)
-    old = narrow_reduce_scatter(model, optimizer)
+    old = narrow_reduce_scatter(model, optimizer, compression="entropy")
     old.remove()
-    new = narrow_reduce_scatter(model, optimizer)
+    new = narrow_reduce_scatter(model, optimizer, compression="entropy")
     old.remove()
     train(STEP, model, optimizer)
     narrow = all(type(g.reduce_scatter) is NarrowReduceScatter for g in param_groups(model))
@@ -136,7 +136,7 @@ def test_without_volume_nothing_is_counted_nor_replaced(ranks) -> None:
 
 def _steps_without_an_optimizer() -> list[int]:
     model, optimizer = build(STEP)
-    handle = narrow_reduce_scatter(model)
+    handle = narrow_reduce_scatter(model, compression="entropy")
     train(STEP, model, optimizer)
     steps = [handle.ledger.steps]
     handle.ledger.end_step()

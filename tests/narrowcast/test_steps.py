@@ -59,7 +59,7 @@ def _skips_a_step(arguments: dict) -> bool:
         handles = []
         if narrows:
             handles.append(narrow_all_gather(model, optimizer, **arguments))
-            handles.append(narrow_reduce_scatter(model, optimizer))
+            handles.append(narrow_reduce_scatter(model, optimizer, compression="entropy"))
         for step in range(6):
             _backward(model, step)
             if (step, dist.get_rank()) not in ((2, 1), (4, 0)):
@@ -137,7 +137,9 @@ def test_an_optimizer_that_replaces_the_first_is_followed_with_a_warning(ranks) 
 
 def _replaces_where_only_gradients_are_narrowed() -> int:
     model = _build()
-    handle = narrow_reduce_scatter(model, torch.optim.AdamW(model.parameters()))
+    handle = narrow_reduce_scatter(
+        model, torch.optim.AdamW(model.parameters()), compression="entropy"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(5):
         _backward(model, step)

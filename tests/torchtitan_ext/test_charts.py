@@ -16,7 +16,7 @@ from torchtitan_ext.charts import CHARTS, layout
 
 EP2 = ("--parallelism.expert_parallel_degree", "2")
 GATHERS = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression")
-GRADIENTS = ("--narrowcast.reduce_scatter.enable",)
+GRADIENTS = ("--narrowcast.reduce_scatter.enable", "--narrowcast.reduce_scatter.compression")
 DISPATCH = ("--narrowcast.dispatch.deduplicate",)
 HASHES = ("--narrowcast.all_gather.exponent_coding", "blocks")
 HASHES += ("--narrowcast.all_gather.block_check", "hash")
@@ -24,11 +24,12 @@ WARM_UP = ("--narrowcast.all_gather.warmup_steps", "3")
 JOBS = {
     "baseline": (),
     "experts of the baseline": EP2,
-    "delta, gradients": (*GATHERS, "delta", *GRADIENTS),
+    "delta, gradients": (*GATHERS, "delta", *GRADIENTS, "entropy"),
     "exponent": (*GATHERS, "exponent"),
     "exponent, hashes": (*GATHERS, "exponent", *HASHES),
     "entropy": (*GATHERS, "entropy"),
-    "none": (*GATHERS, "none", *GRADIENTS, "--narrowcast.reduce_scatter.compression", "none"),
+    "none": (*GATHERS, "none", *GRADIENTS, "none"),
+    "gradients auto": (*GRADIENTS, "auto", "--narrowcast.reduce_scatter.warmup_steps", "3"),
     "observe": (*GATHERS, "observe", *WARM_UP),
     "auto, dispatch": (*GATHERS, "auto", *WARM_UP, *EP2, *DISPATCH),
     "dispatch between nodes": (*EP2, *DISPATCH, "--narrowcast.dispatch.nodes", "2"),

@@ -123,9 +123,23 @@ def test_a_wrong_value_is_named_with_its_key_and_what_is_allowed(given, message)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"compression": "x"}, 'compression = \'x\': must be "entropy" or "none"'),
-        ({"compression": "delta"}, 'compression = \'delta\': must be "entropy" or "none"'),
-        ({"compression": 1}, 'compression = 1: must be "entropy" or "none"'),
+        ({"compression": "x"}, 'compression = \'x\': must be "auto" or "entropy" or "none"'),
+        (
+            {"compression": "delta"},
+            'compression = \'delta\': must be "auto" or "entropy" or "none"',
+        ),
+        ({"compression": 1}, 'compression = 1: must be "auto" or "entropy" or "none"'),
+        ({"force": 1}, "force = 1: must be true or false"),
+        (
+            {"compression": "entropy", "warmup_steps": 5},
+            'warmup_steps = 5: works with compression = "auto", not "entropy": leave it out, or at '
+            "30",
+        ),
+        (
+            {"compression": "none", "reselect_interval": 0},
+            'reselect_interval = 0: works with compression = "auto", not "none": leave it out, or '
+            "at 100",
+        ),
         ({"entropy_coder": "lz4"}, 'entropy_coder = \'lz4\': must be "auto" or "zstd"'),
         ({"enable": "yes"}, "enable = 'yes': must be true or false"),
     ],

@@ -27,7 +27,7 @@ UNCLIPPED = ("--training.max_norm", "1e9")
 ENOUGH = ("--training.local_batch_size", "16")  # for a plan of one step
 NARROWED = (
     *("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta"),
-    "--narrowcast.reduce_scatter.enable",
+    *("--narrowcast.reduce_scatter.enable", "--narrowcast.reduce_scatter.compression", "entropy"),
 )
 LAYERS = {
     "top4": ("layers.0.moe", "layers.1.moe"),

@@ -35,7 +35,11 @@ SECTIONS = {
         "--narrowcast.all_gather.compression",
         "delta",
     ),
-    "reduce_scatter": ("--narrowcast.reduce_scatter.enable",),
+    "reduce_scatter": (
+        "--narrowcast.reduce_scatter.enable",
+        "--narrowcast.reduce_scatter.compression",
+        "entropy",
+    ),
     # Steps 2 and 3, of which the second one comes after the checkpoint.
     "routing_trace": (
         "--narrowcast.routing_trace.enable",

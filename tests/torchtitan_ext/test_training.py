@@ -24,8 +24,8 @@ from torchtitan_ext.charts import layout
 from torchtitan_ext.metrics import console_line
 
 ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta")
-GRADIENTS = "--narrowcast.reduce_scatter.enable"
-RAW_GRADIENTS = (GRADIENTS, "--narrowcast.reduce_scatter.compression", "none")
+_GRADIENTS = ("--narrowcast.reduce_scatter.enable", "--narrowcast.reduce_scatter.compression")
+GRADIENTS, RAW_GRADIENTS = (*_GRADIENTS, "entropy"), (*_GRADIENTS, "none")
 UNCOUNTED = "--narrowcast.volume.no-enable"
 LAYOUTS = {
     "fsdp": (),
@@ -79,7 +79,7 @@ def test_every_layout_trains_as_plain_torchtitan(ranks, folder: Path, name: str)
     _assert_same(plain, narrowed)
     assert len(set(plain[0].losses)) == 4
     if name in OF_TWO_SHARDS:
-        coded = _run(ranks(4), folder, f"{name} coded too", *ON, GRADIENTS, *flags)
+        coded = _run(ranks(4), folder, f"{name} coded too", *ON, *GRADIENTS, *flags)
         _assert_coded(coded, than=plain)
         _assert_equal(plain, coded)
 
@@ -90,7 +90,7 @@ def test_recomputation_trains_as_plain_torchtitan(ranks, folder: Path, kind: str
     with toml.open("a") as file:
         file.write(f'[activation_checkpoint]\ntype = "{kind}"\n')
     plain = ranks(2).run(train, str(toml))
-    _assert_same(plain, ranks(2).run(train, str(toml), *ON, GRADIENTS))
+    _assert_same(plain, ranks(2).run(train, str(toml), *ON, *GRADIENTS))
 
 
 def _gradient_bits(trained: list[Trained]) -> float:
@@ -108,7 +108,7 @@ def test_coded_gradients_train_as_the_raw_ones(ranks, folder: Path, name: str) -
     """Sums of four, which need not be the backend's."""
     flags = LAYOUTS[name]
     raw = _run(ranks(4), folder, f"{name} raw", *RAW_GRADIENTS, *flags)
-    coded = _once(ranks(4), folder, *ON, GRADIENTS, *flags)
+    coded = _once(ranks(4), folder, *ON, *GRADIENTS, *flags)
     assert all(one.narrowed_gradients and not one.narrowed for one in raw)
     _assert_coded(coded, than=raw)
     _assert_equal(raw, coded)
@@ -126,7 +126,7 @@ def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
 ) -> None:
     flags = LAYOUTS[name]
     plain = _once(ranks(2), folder, *flags)
-    coded = _run(ranks(2), folder, f"{name} 2 coded", *ON, GRADIENTS, *flags)
+    coded = _run(ranks(2), folder, f"{name} 2 coded", *ON, *GRADIENTS, *flags)
     _assert_coded(coded, than=plain)
     _assert_equal(plain, coded)
     assert len(set(plain[0].losses)) == 4
@@ -134,7 +134,7 @@ def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
 
 def test_uncounted_coded_gradients_train_the_same(ranks, folder: Path) -> None:
     plain = _once(ranks(2), folder)
-    coded = _run(ranks(2), folder, "uncounted coded", *ON, GRADIENTS, UNCOUNTED)
+    coded = _run(ranks(2), folder, "uncounted coded", *ON, *GRADIENTS, UNCOUNTED)
     assert not any(tag.startswith("narrowcast/") for tag in coded[0].metrics[-1])
     assert all(one.narrowed and one.narrowed_gradients for one in coded)
     _assert_equal(plain, coded)
@@ -219,7 +219,7 @@ def test_coded_gradients_come_and_go_where_a_run_resumes(ranks, folder: Path) ->
     """Two ranks: plain, coded and plain again are plain all along."""
     whole = _once(ranks(2), folder)
     plain = _run(ranks(2), folder, "2 resumed", *SAVE, *FIRST_HALF)
-    coded = _run(ranks(2), folder, "2 resumed", *SAVE, "--training.steps", "3", *ON, GRADIENTS)
+    coded = _run(ranks(2), folder, "2 resumed", *SAVE, "--training.steps", "3", *ON, *GRADIENTS)
     again = _run(ranks(2), folder, "2 resumed", *SAVE)
     losses = plain[0].losses + coded[0].losses + again[0].losses
     assert losses == whole[0].losses
@@ -231,8 +231,8 @@ def test_coded_gradients_come_and_go_where_a_run_resumes(ranks, folder: Path) ->
 
 
 def test_a_run_of_coded_gradients_resumes_with_raw_ones(ranks, folder: Path) -> None:
-    whole = _once(ranks(4), folder, *ON, GRADIENTS)
-    coded = _run(ranks(4), folder, "4 coded to raw", *SAVE, *FIRST_HALF, *ON, GRADIENTS)
+    whole = _once(ranks(4), folder, *ON, *GRADIENTS)
+    coded = _run(ranks(4), folder, "4 coded to raw", *SAVE, *FIRST_HALF, *ON, *GRADIENTS)
     raw = _run(ranks(4), folder, "4 coded to raw", *SAVE, *RAW_GRADIENTS)
     assert coded[0].losses + raw[0].losses == whole[0].losses
     assert len(raw[0].losses) == 2
@@ -241,7 +241,7 @@ def test_a_run_of_coded_gradients_resumes_with_raw_ones(ranks, folder: Path) -> 
 
 
 def test_the_dashboard_reads_back_from_the_event_file(ranks, folder: Path) -> None:
-    trained = _run(ranks(4), folder, "dashboard", *ON, GRADIENTS)
+    trained = _run(ranks(4), folder, "dashboard", *ON, *GRADIENTS)
     (events,) = (folder / "dashboard" / "tb").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events)).Reload()
     scalars = accumulator.Tags()["scalars"]
@@ -285,7 +285,7 @@ def test_switched_off_it_leaves_torch_and_torchtitan_alone(ranks, folder: Path) 
     assert ranks(2).run(is_untouched, str(toml), UNCOUNTED) == [(True, True)] * 2
 
 
-@pytest.mark.parametrize("flags", [(*ON, GRADIENTS), (GRADIENTS, UNCOUNTED), ()])
+@pytest.mark.parametrize("flags", [(*ON, *GRADIENTS), (*GRADIENTS, UNCOUNTED), ()])
 def test_a_closed_trainer_gives_torch_back_its_own(ranks, folder: Path, flags: tuple) -> None:
     toml = write_toml(folder, folder / "corpus", folder / "closed")
     assert ranks(2).run(is_untouched, str(toml), *flags) == [(False, True)] * 2

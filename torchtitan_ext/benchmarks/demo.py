@@ -77,7 +77,7 @@ COMPRESSIONS = {
     ),
     "delta_gradients": Compression(
         "delta, gradients entropy",
-        (_COMPRESSION, "delta", _GRADIENTS),
+        (_COMPRESSION, "delta", _GRADIENTS, _GRADIENTS_COMPRESSION, "entropy"),
         once=True,
         equal_to="uncompressed_gradients",
     ),

@@ -121,7 +121,7 @@ def measure(ranks: int, groups: int) -> Scale:
                 fully_shard(layer, mesh=mesh)
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             handle = narrow_all_gather(model, optimizer, compression="delta")
-            narrow_reduce_scatter(model)
+            narrow_reduce_scatter(model, compression="entropy")
             hook = _Clock(type(handle), "_after_step")
             clocks.append(hook)
             for step in range(_STEPS):

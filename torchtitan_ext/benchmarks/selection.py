@@ -2,7 +2,8 @@
 that.
 
     scripts/slow_links 4 200mbit python -m torchtitan_ext.benchmarks.selection \\
-        --job.config_file train_configs/links.toml --narrowcast.reduce_scatter.enable
+        --job.config_file train_configs/links.toml --narrowcast.reduce_scatter.enable \\
+        --narrowcast.reduce_scatter.compression entropy
 
 Every rank runs it, as ``torchtitan_ext.benchmarks.link``, whose stopwatch it uses. It trains the
 job once with each compression, and with ``auto``, and measures whole steps and their parameter

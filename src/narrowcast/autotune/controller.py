@@ -3,7 +3,7 @@
 One rank solves for all ranks that hold the same parameters, from numbers summed over all ranks, and
 the others take its choice (``consensus``). It chooses by predicted gain within the budget of caches
 when the ``schedule`` says so. A compression is changed when that saves more until the next choice
-than its cold cache costs.
+than its cold cache costs. A choice that made steps slower all the same is undone (``trial``).
 """
 
 import logging
@@ -27,6 +27,7 @@ from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.schedule import Schedule
 from narrowcast.autotune.solver import Strategy
 from narrowcast.autotune.step_barrier import StepBarrier
+from narrowcast.autotune.trial import Proposal, Trials
 from narrowcast.errors import Job
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.telemetry.changes import Changes, shard_type
@@ -73,6 +74,7 @@ class Controller:
         reductions: predicted costs of each parameter group's gradients; empty before the first
             choice, and where no gradient was sampled.
         num_changed: changes of a shard's compression after the first choice.
+        num_undone: choices that were undone, since they made steps slower.
         sampling_share: share of the time that sampling took, in the last sampling window.
         sampler: samples the shards.
 
@@ -110,6 +112,8 @@ class Controller:
         self._consensus = Consensus.form(
             job.group, comms[0].group.device, self._gathers.params, replace(rules, report=None)
         )
+        self._trials = Trials(job, comms[0].group.device)
+        self._previous: tuple[list[Group], Choice] | None = None
         self._links = self._slowest_links()
         self._corrections = Corrections()
         self._history = SampleHistory()
@@ -126,15 +130,19 @@ class Controller:
         self._gradients.subscribe()
 
     def remove(self) -> None:
-        """Ends the observation of gradients. Compressions stay as they are."""
+        """Ends the observation of gradients and of step times. Compressions stay as they are."""
         self._gradients.unsubscribe()
+        self._trials.remove()
 
     def after_step(self) -> None:
         """Samples, and chooses when it is time. Every rank must call this after each step."""
         self.step += 1
         self._schedule.advance()
-        if self._schedule.samples:
+        is_near = self._rules.applies and self._schedule.samples
+        self._trials.end_step(is_near)
+        if self._schedule.samples or self._trials.is_due:
             self._barrier.wait(self._schedule.steps)
+        if self._schedule.samples:
             self._record_changes(self.sampler.after_step())
             if self.sampler.chunks_per_step:
                 self._gradients.allow(_GRADIENT_CHUNKS * self.sampler.chunks_per_step)
@@ -142,8 +150,18 @@ class Controller:
             self.sampler.pause()
         if self._schedule.steps_to_choice is None:
             self._gathers.clear_plain_times()
+        if self._trials.is_due:
+            self._judge()
         if self._schedule.chooses:
-            self._reconsider()
+            if self._rules.applies and self._trials.is_busy:
+                self._schedule.postpone()
+            else:
+                self._reconsider()
+        self._trials.begin_step(is_near)
+
+    @property
+    def num_undone(self) -> int:
+        return self._trials.num_undone
 
     def wait_for_gather(self, group: ParamGroup, work: dist.Work) -> None:
         """Waits for a gather, or raises if a rank waits for this one to end a step instead."""
@@ -161,6 +179,7 @@ class Controller:
             "cache_bytes": float(self.choice.cache_bytes),
             "changed_shards": float(self.num_changed),
             "sampling_share": self.sampling_share,
+            "undone": float(self.num_undone),
         }
         return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
 
@@ -204,19 +223,33 @@ class Controller:
         solved = self._consensus.from_leader(lambda: self._solve(coding_seconds))
         self._gathers.clear_times()
         self._schedule.restart_window()
+        proposal, num_changed = None, 0
         if isinstance(solved, str):
             logger.warning("narrowcast: compressions stay as they are: %s", solved)
         else:
-            self._take(*solved)
+            proposal = self._proposal(*solved)
+            num_changed = self._take(*solved, proposal)
+        if self._rules.applies and self._consensus.largest(num_changed):
+            self._trials.start(proposal)
 
-    def _take(self, problem: list[Group], choice: Choice) -> None:
-        """Makes a choice the current one, applies it and reports it."""
-        is_first = self.choice is None
-        before = self._gathers.compressions({} if is_first else self.choice.compressions)
-        after = self._gathers.compressions(choice.compressions)
+    def _take(self, problem: list[Group], choice: Choice, proposal: Proposal) -> int:
+        """Makes a choice the current one, applies it and reports it, unless it was undone before.
+
+        Returns:
+            Of how many parameters the compression has changed.
+        """
+        before = self._current_compressions()
         changed = {
-            name: (before[name], after[name]) for name in after if before[name] != after[name]
+            name: (before[name], after)
+            for name, after in proposal.compressions.items()
+            if before[name] != after
         }
+        if changed and self._trials.was_undone(proposal):
+            if self._consensus.is_leader:
+                self._report.log_kept("gathers", self.step)
+            return 0
+        is_first = self.choice is None
+        self._previous = None if is_first else (self.problem, self.choice)
         self.problem, self.choice = problem, choice
         if not is_first:
             self.num_changed += len(changed)
@@ -224,6 +257,31 @@ class Controller:
             self._gathers.apply(choice.compressions, self.sampler.scheme)
         if self._consensus.is_leader:
             self._report_choice(is_first, changed)
+        return len(changed)
+
+    def _current_compressions(self) -> dict[str, str]:
+        """By parameter, as the current choice has it."""
+        return self._gathers.compressions({} if self.choice is None else self.choice.compressions)
+
+    def _proposal(self, problem: list[Group], choice: Choice) -> Proposal:
+        return Proposal(
+            compressions=self._gathers.compressions(choice.compressions),
+            sizes={shard.name: shard.values for group in problem for shard in group.shards},
+            costs=(choice.plain_seconds, choice.seconds),
+        )
+
+    def _judge(self) -> None:
+        """Ends the trial of the current choice, and undoes it where it made steps slower."""
+        comparison = self._trials.verdict()
+        if comparison.is_slower:
+            assert self.choice is not None
+            if self._previous is not None:
+                self.problem, self.choice = self._previous
+            else:
+                self.choice = self.choice.all_plain("undone: it made steps slower")
+            self._gathers.apply(self.choice.compressions, self.sampler.scheme)
+        if self._consensus.is_leader:
+            self._report.trial("gathers", self.step, comparison)
 
     def _end_window_of_samples(self) -> None:
         """Adds the samples of all ranks to the history, and notes the time that they took."""

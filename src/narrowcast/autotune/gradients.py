@@ -108,6 +108,11 @@ class GradientSampler:
             end()
         self._ends = []
 
+    @property
+    def num_sampled(self) -> int:
+        """Chunks sampled so far on this rank."""
+        return self._num_sampled.total()
+
     def allow(self, chunks: float) -> None:
         """Allows so many more chunks to be sampled, and one at first. Unused ones add up to one for
         each group at most."""
@@ -224,11 +229,6 @@ def sample_chunk(values_N: Tensor, coder: Coder) -> GradientStats:
 
 def table(reductions: Sequence[Reduction]) -> str:
     """A row for each parameter group, and a verdict on all of them together."""
-    head = ["gradients of", "bits", "plain ms", "none ms", "entropy ms", "worthwhile"]
-    rows = [head]
-    for one in reductions:
-        times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.none, one.entropy))
-        rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.is_worthwhile else "no"])
     plain = sum(one.plain for one in reductions)
     entropy = sum(one.entropy for one in reductions)
     verdict = (
@@ -238,6 +238,16 @@ def table(reductions: Sequence[Reduction]) -> str:
         else "compressing gradients is not worthwhile on this link"
     )
     return (
-        f"{aligned(rows, 1)}\n\nPredicted reductions of a step: {1e3 * plain:.2f} ms plain, "
+        f"{cost_table(reductions)}\n\nPredicted reductions of a step: {1e3 * plain:.2f} ms plain, "
         f"{1e3 * entropy:.2f} ms with entropy coding: {verdict}."
     )
+
+
+def cost_table(reductions: Sequence[Reduction]) -> str:
+    """A row for each parameter group."""
+    head = ["gradients of", "bits", "plain ms", "none ms", "entropy ms", "worthwhile"]
+    rows = [head]
+    for one in reductions:
+        times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.none, one.entropy))
+        rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.is_worthwhile else "no"])
+    return aligned(rows, 1)

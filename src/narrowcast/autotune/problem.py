@@ -5,7 +5,7 @@ shards has a compression. What each would cost is given in seconds on the critic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Compressions = dict[str, dict[str, str]]  # by name of the group, by name of the shard
 
@@ -133,6 +133,16 @@ class Choice:
     reasons: dict[tuple[str, str], str]
     unlimited_seconds: float
     unlimited_cache_bytes: int
+
+    def all_plain(self, reason: str) -> "Choice":
+        """Baseline FSDP2 for every group in the place of this choice, for this reason."""
+        return replace(
+            self,
+            compressions={},
+            seconds=self.plain_seconds,
+            cache_bytes=0,
+            reasons=dict.fromkeys(self.reasons, reason),
+        )
 
 
 def worthwhile(groups: Sequence[Group], candidates: Compressions, margin: float) -> Compressions:

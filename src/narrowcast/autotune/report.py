@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from narrowcast.autotune.step_watch import Comparison
 from narrowcast.util import write_text
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,36 @@ class ReportWriter:
 
     def save_text(self, name: str, text: str) -> None:
         self._write(name, ".txt", text + "\n")
+
+    def log_kept(self, subject: str, step: int) -> None:
+        """Logs that a choice after ``step`` was the one that had been undone."""
+        self.log(
+            f"{subject}, after step {step}: compressions stay as they are: the choice is still the "
+            "one that was undone, at about the same predicted costs"
+        )
+
+    def trial(self, subject: str, step: int, comparison: Comparison) -> None:
+        """Reports how the trial of a choice has ended after ``step``.
+
+        Args:
+            subject: ``gathers`` or ``gradients``.
+        """
+        verdict = "the last choice is kept"
+        if comparison.is_slower:
+            verdict = (
+                "the last choice is undone, and not tried again until predicted costs or the "
+                "choice change by more than a quarter"
+            )
+        self.log(f"{subject}, after step {step}: {verdict}: {comparison}")
+        content = {
+            "step": step,
+            "undone": comparison.is_slower,
+            "seconds_before": comparison.before,
+            "seconds_after": comparison.after,
+            "steps_on_each_side": comparison.steps,
+            "p_value": comparison.p_value,
+        }
+        self.save_json(f"{subject}-trial-step-{step:08}", content)
 
     def _write(self, name: str, extension: str, text: str) -> None:
         """A report is not worth a training run: a file that cannot be written only gives a warning,

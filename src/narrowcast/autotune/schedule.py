@@ -60,7 +60,7 @@ class Schedule:
         return self._postponed > 0
 
     def postpone(self) -> None:
-        """Moves the first choice to the next step; the sampling window goes on."""
+        """Moves the choice that is due to the next step; the sampling window goes on."""
         self._postponed += 1
 
     def restart_window(self) -> None:

@@ -45,17 +45,20 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
 
     Attributes:
         group: the parameter group.
+        compression: ``None``: the gradients are reduced by ``plain``, and the backend sums them.
         telemetry: is called at each event that may be counted.
         job: the ranks that must learn of a failure here; ``None``: nobody.
         before: is called before each reduction.
+        plain: the group's own reduce-scatter.
     """
 
     group: ParamGroup
-    compression: Compression
+    compression: Compression | None
     coder: Coder
     telemetry: ReductionTelemetry = field(default_factory=ReductionTelemetry)
     job: Job | None = None
     before: Callable[[], None] | None = None
+    plain: ReduceScatter | None = None
 
     @property
     def ledger(self) -> Ledger | None:
@@ -70,7 +73,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduces ``input_tensor`` (W * n,), which it overwrites, into ``output_tensor`` (n,).
+        """Reduces ``input_tensor`` (W * n,), which it may overwrite, into ``output_tensor`` (n,).
 
         Raises:
             NarrowcastError: on every rank of the job alike.
@@ -79,6 +82,9 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
         with self.job.together(subject) if self.job is not None else nullcontext():
             if self.before is not None:
                 self.before()
+            if self.compression is None:
+                assert self.plain is not None
+                return self.plain(output_tensor, input_tensor, group, op, async_op)
             factor, divisor = reduction(op, group)
             rows_WN = input_tensor.view(group.size(), -1)
             with counted_by_caller():
@@ -89,6 +95,7 @@ class NarrowReduceScatter(DefaultAllocMixin, ReduceScatter):
     def _exchange(self, rows_WN: Tensor, group: dist.ProcessGroup) -> None:
         """Exchanges the rows for other ranks with what those send: afterwards ``rows_WN[s]`` is
         the contribution of rank s to this rank's gradients."""
+        assert self.compression is not None
         codec = RowCodec(
             self.group.name, rows_WN.shape, rows_WN.dtype, self.compression, self.coder
         )

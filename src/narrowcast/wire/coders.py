@@ -2,11 +2,11 @@
 
 A payload names its coder by ``wire_id`` and ``wire_version``, so that a stream of another coder or
 of an incompatible release is an error and is never decoded to wrong values. zstandard runs on the
-CPU; a CUDA tensor makes a round trip through host memory.
+CPU; a CUDA tensor makes a round trip through host memory, which is slow (see ``runs_on``).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import zstandard
@@ -18,8 +18,14 @@ class CoderError(ValueError):
 
 
 class Coder(Protocol):
-    """The interface of an entropy coder. Tensors are uint8, 1-D, and stay on their device."""
+    """The interface of an entropy coder. Tensors are uint8, 1-D, and stay on their device.
 
+    Attributes:
+        device_types: of the devices that it codes on. Tensors of other devices are copied there and
+            back.
+    """
+
+    device_types: ClassVar[frozenset[str]]
     wire_id: int
     wire_version: int
 
@@ -46,6 +52,7 @@ _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
 class Zstd:
     """zstandard (RFC 8878) at level 1, with a search for matches that suits planes of floats."""
 
+    device_types: ClassVar[frozenset[str]] = frozenset({"cpu"})
     wire_id: int = 1
     wire_version: int = 1
 
@@ -85,3 +92,8 @@ def find_coder(name: str) -> Coder:
         allowed = ", ".join(map(repr, ["auto", *CODERS]))
         raise ValueError(f"entropy_coder = {name!r}; allowed: {allowed}")
     return CODERS[name]
+
+
+def runs_on(coder: Coder, device: torch.device) -> bool:
+    """Whether a coder codes on the device itself, and not by way of another device's memory."""
+    return device.type in coder.device_types

@@ -301,7 +301,9 @@ def _sampled_reductions(compression: str, narrowed: bool, volume: bool) -> set[s
     with on_a_link(SLOW):
         model, optimizer, handle = _narrow(Setup(steps=5), compression=compression, volume=volume)
         if narrowed:
-            gradients = narrow_reduce_scatter(model, optimizer, volume=volume)
+            gradients = narrow_reduce_scatter(
+                model, optimizer, volume=volume, compression="entropy"
+            )
         train(Setup(steps=5), model, optimizer)
         labels = {one.label for one in handle.selection.reductions}
         handle.remove()

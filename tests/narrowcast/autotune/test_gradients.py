@@ -213,7 +213,11 @@ def _observed(order: str) -> list[str]:
         return lambda: [end() for end in ends]
 
     begins = {
-        "n": lambda: narrow_reduce_scatter(model, optimizer, volume="c" in handles).remove,
+        "n": lambda: (
+            narrow_reduce_scatter(
+                model, optimizer, volume="c" in handles, compression="entropy"
+            ).remove
+        ),
         "c": lambda: count_volume(groups, optimizer).remove,
         "o": observe,
         "s": observe,  # a second observer

@@ -222,9 +222,10 @@ def test_nothing_that_is_timed_compares_a_tensor_with_itself() -> None:
 def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
     """Operations in training, timed operations, and those that take no time."""
     model, *_ = _model()
-    counted = narrow_reduce_scatter(model)
+    counted = narrow_reduce_scatter(model, compression="entropy")
     counted.ledger.sample_interval = 0
-    ((group, _),) = counted._replaced
+    (comm,) = counted._comms
+    group = comm.group
     generator = torch.Generator().manual_seed(0)
     values_N = torch.randn(NUM_VALUES, generator=generator)
     if kind == "zeros":

@@ -226,7 +226,7 @@ def _narrow_by_rank(on_culprit: dict[str, Any]) -> None:
 
 def test_settings_that_differ_by_rank_are_an_error_at_once(ranks) -> None:
     outcomes = ranks(4).outcomes(_narrow_by_rank, {"compression": "none"}, timeout_s=SOON_S)
-    _assert_same_error(outcomes, "SettingsError", "of 'compression': {0: 'entropy', 1: 'none'")
+    _assert_same_error(outcomes, "SettingsError", "of 'compression': {0: 'auto', 1: 'none'")
 
 
 def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
@@ -237,7 +237,8 @@ def test_a_wrong_argument_on_one_rank_is_an_error_on_all(ranks) -> None:
 
 
 WRONG_ARGUMENTS = {
-    "compression": ("delta", '"entropy" or "none"'),
+    "compression": ("delta", '"auto" or "entropy" or "none"'),
+    "force": ("no", "true or false"),
     "entropy_coder": ("ans", '"auto" or "zstd"'),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
@@ -252,7 +253,7 @@ def _wrong_argument(name: str, value: object) -> str:
     groups = param_groups(model)
     assert all(is_default(g.reduce_scatter) and is_default(g.all_gather) for g in groups)
     assert plain == (dist.all_reduce, dist.all_gather_single)
-    narrow_reduce_scatter(model, optimizer).remove()
+    narrow_reduce_scatter(model, optimizer, compression="entropy").remove()
     return str(error.value)
 
 

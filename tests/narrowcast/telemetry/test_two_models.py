@@ -32,9 +32,11 @@ TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
     "auto, not counted": lambda model, optimizer: narrow_all_gather(
         model, optimizer, warmup_steps=3, volume=False
     ),
-    "gradients": lambda model, optimizer: narrow_reduce_scatter(model, optimizer),
+    "gradients": lambda model, optimizer: narrow_reduce_scatter(
+        model, optimizer, compression="entropy"
+    ),
     "gradients, not counted": lambda model, optimizer: narrow_reduce_scatter(
-        model, optimizer, volume=False
+        model, optimizer, compression="entropy", volume=False
     ),
 }
 SETUPS = {
@@ -88,7 +90,7 @@ def _hsdp() -> tuple[list[dict[str, int]], int]:
     models = [build(setup) for _ in range(2)]
     handles = [
         narrow_all_gather(*models[0], compression="delta"),
-        narrow_reduce_scatter(*models[1]),
+        narrow_reduce_scatter(*models[1], compression="entropy"),
     ]
     for model, optimizer in 2 * models:  # between two steps of each is one of the other
         train(setup, model, optimizer)

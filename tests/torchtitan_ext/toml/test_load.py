@@ -304,7 +304,7 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         ),
         (
             '[narrowcast.reduce_scatter]\ncompression = "x"',
-            'narrowcast.reduce_scatter.compression = "x": must be "entropy" or "none"',
+            'narrowcast.reduce_scatter.compression = "x": must be "auto" or "entropy" or "none"',
         ),
         (
             "[narrowcast.reduce_scatter]\nenable = 1",
