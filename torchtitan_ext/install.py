@@ -12,7 +12,8 @@ from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, uncounted_baseline
+from narrowcast.telemetry.counted import CountedModel, count_volume
+from narrowcast.telemetry.ledger import Ledger, beyond_baseline
 from torchtitan_ext.dispatch.hooks import count_dispatch, set_up_dispatch
 from torchtitan_ext.placement.run import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
@@ -83,7 +84,7 @@ class Installed:
     def after(self, step: int) -> None:
         """Write a trace, or plan and move, where ``step`` is the one for it. Every rank must call
         it after each step."""
-        with uncounted_baseline(self.ledger):
+        with beyond_baseline(self.ledger):
             for run in self._runs:
                 run.after(step)
 

@@ -9,7 +9,9 @@ from torchtitan.tools.logging import logger
 from narrowcast.attribution import counted_as
 from narrowcast.autotune.controller import Controller
 from narrowcast.config import NarrowcastConfig
-from narrowcast.telemetry.ledger import Ledger, StepVolume, reduce_over_ranks
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import StepVolume
 from torchtitan_ext.charts import layout
 from torchtitan_ext.private import tensorboard_writers
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowcast
 from narrowcast import NarrowcastError, all_gather, errors, narrow_all_gather
-from narrowcast.allgather import comm
+from narrowcast.allgather import codec, comm
 from narrowcast.autotune import controller, sampling
 from tests.narrowcast.training import Setup, build, narrowed, train
 from tests.ranks import Raised, Ranks
@@ -109,32 +109,46 @@ def _fail_everywhere(
     setup: Setup, known: Setup | None, every_line: bool, folder: str
 ) -> list[tuple[Place, tuple[str, str, float]]]:
     """A fresh model and fresh process groups for each place that ``known`` does not pass."""
-    errors._GRACE_S = 0.05
-    rank, world_size = dist.get_rank(), dist.get_world_size()
     patched = pytest.MonkeyPatch()
     patched.setattr(all_gather, "Sampler", partial(sampling.Sampler, share=1e9))
-    calibrate = partial(controller.calibration.calibrate, seconds=0.05)
+    calibrate = _once(partial(controller.calibration.calibrate, seconds=0.05))
     patched.setattr(controller.calibration, "calibrate", calibrate)
     found = []
-
-    def start_anew(name: str) -> None:
-        dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/{name}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=3 * SOON_S),
-        )
-
-    start_anew("first")
+    start_anew(folder, "first")
     passed = _places(known, every_line) if known is not None else []
     places = [[place for place in _places(setup, every_line) if place not in set(passed)]]
-    dist.broadcast_object_list(places, src=world_size - 1)
+    dist.broadcast_object_list(places, src=dist.get_world_size() - 1)
     for number, place in enumerate(places[0]):
-        start_anew(str(number))
+        start_anew(folder, str(number))
         found.append((place, _fail_at(place, every_line, setup)))
     return found
+
+
+def _once(function: Callable) -> Callable:
+    """What the first call returned, whatever the later ones are given: before training begins,
+    where nothing fails yet, a link need not be measured again."""
+    returned: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not returned:
+            returned.append(function(*args, **kwargs))
+        return returned[0]
+
+    return call
+
+
+def start_anew(folder: str, name: str) -> None:
+    """Fresh process groups in the place of those that an error has closed."""
+    errors._GRACE_S = 0.05
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/{name}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=3 * SOON_S),
+    )
 
 
 def _assert_all_alike(setup: Setup, known: Setup | None = None, every_line: bool = False) -> int:
@@ -183,12 +197,13 @@ def test_a_rank_that_fails_at_any_line_ends_all_with_its_error(scenario: str) ->
 
 def _fail_to_decode() -> None:
     """On rank 1, from now on."""
+    errors._GRACE_S = 0.05
     if dist.get_rank() == 1:
 
         def decode(*_: object) -> None:
             raise NONE_LEFT
 
-        comm.codec.decode = decode
+        codec.decode = decode
 
 
 def _assert_same_error(outcomes: list[Raised]) -> None:
@@ -222,6 +237,7 @@ def _build_stage() -> tuple[nn.Module, torch.optim.Optimizer]:
 def _stop_in_encoding() -> None:
     """A StopIteration is what a context manager lets through as it is."""
     model, optimizer = build(Setup())
+    errors._GRACE_S = 0.05
     with narrowed(Setup(narrow={"compression": "delta"}), model, optimizer):
         if dist.get_rank() == 1:
 
@@ -242,10 +258,11 @@ def test_every_kind_of_error_is_made_the_same(ranks) -> None:
 def _fail_late() -> tuple[str, bool]:
     """Both ranks fail, one of them long after the other has ceased to wait for it."""
     job = errors.job_of(None)
+    errors._GRACE_S = 0.2
 
     @job.together("a call")
     def fail() -> None:
-        time.sleep(4 * dist.get_rank())
+        time.sleep(2 * dist.get_rank())
         raise NONE_LEFT
 
     with pytest.raises(NarrowcastError) as error:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowcast import NarrowcastError
-from narrowcast.allgather import comm
+from narrowcast.allgather import codec
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import Ledger, StepVolume, count_volume
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.step_volume import StepVolume
 from tests.narrowcast.moe.moe_layer import Levels, deduplicated, levels_of_four, random_layer
 from tests.narrowcast.training import Setup, build, narrowed, same_bits, state_of, train
 
@@ -94,7 +96,7 @@ def test_backward_in_another_thread_trains_and_is_counted_the_same(ranks, name: 
 def _fail_in_backward(of: str) -> None:
     """On rank 1 alone, a gather, or a reduction, of a backward in its own thread."""
     setup = Setup(**NARROWED)
-    decode = comm.codec.decode
+    decode = codec.decode
     exchange = NarrowReduceScatter._exchange
 
     def fail(original: Any, *args: Any) -> Any:
@@ -103,7 +105,7 @@ def _fail_in_backward(of: str) -> None:
         return original(*args)
 
     patched = {
-        "gather": patch.object(comm.codec, "decode", lambda *args: fail(decode, *args)),
+        "gather": patch.object(codec, "decode", lambda *args: fail(decode, *args)),
         "reduction": patch.object(
             NarrowReduceScatter, "_exchange", lambda *args: fail(exchange, *args)
         ),

@@ -13,13 +13,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torchtitan.tools.logging import logger as torchtitan_logger
 
-from narrowcast.telemetry.ledger import COLLECTIVES, StepVolume
+from narrowcast.config import NarrowcastConfig
+from narrowcast.telemetry.step_volume import COLLECTIVES, StepVolume
 from tests.narrowcast.autotune.test_controller import SLOW, ever_other_choices, on_a_link
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
 from tests.wide import wide_but
-from torchtitan_ext import NarrowcastConfig
 from torchtitan_ext.charts import layout
 from torchtitan_ext.metrics import console_line
 
