@@ -149,14 +149,17 @@ def test_ranks_are_started_by_torchruns_launcher(
         command.launch(4, [])
 
 
-def test_a_missing_job_file_is_named_before_missing_ranks(
+def test_a_missing_or_wrong_job_file_is_named_before_missing_ranks(
     folder: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["profile", "--job.config_file", "no.toml"]) == 2
-    assert "no.toml: cannot be read" in capsys.readouterr().err
-    toml = str(write_toml(folder, folder / "corpus", folder / "no_ranks"))
-    assert cli.main(["profile", "--job.config_file", toml]) == 2
+    assert "no.toml: there is no such file" in capsys.readouterr().err
+    toml = write_toml(folder, folder / "corpus", folder / "no_ranks")
+    assert cli.main(["profile", "--job.config_file", str(toml)]) == 2
     assert "give --ranks N" in capsys.readouterr().err
+    toml.write_text(toml.read_text() + "[narrowcast.all_gather]\nno_key = 1\n")
+    assert cli.main(["profile", "--job.config_file", str(toml)]) == 2
+    assert "narrowcast.all_gather.no_key" in capsys.readouterr().err
     assert not started
 
 
