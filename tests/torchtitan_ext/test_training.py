@@ -316,22 +316,20 @@ ENTRIES = {
 }
 
 
-def test_torchrun_launches_it(folder: Path) -> None:
-    """By either entry, both at once: most of the time goes into imports."""
-    launched = {}
-    for entry, flags in ENTRIES.items():
-        toml = write_toml(folder, folder / "corpus", folder / entry.replace(".", "_"))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", "-m", entry, *flags]
-        command += ["--job.config_file", str(toml), "--training.steps", "2", *ON, GRADIENTS]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        launched[entry] = subprocess.Popen(command, env=environment, **pipes)
-    for entry, process in launched.items():
-        output, errors = process.communicate()
-        assert process.returncode == 0, f"{entry}: {errors[-3000:]}"
-        assert "step:  2  loss:" in output
-        assert re.search(r"bits a parameter: first gather \S+, later \S+, gradients \d", output)
+# Ranks of other tests parse what the other entry does (``tiny.train``); most of it is imports.
+@pytest.mark.parametrize("entry", wide_but(ENTRIES, "torchtitan_ext.train"))
+def test_torchrun_launches_it(folder: Path, entry: str) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / entry.replace(".", "_"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", entry, *ENTRIES[entry]]
+    command += ["--job.config_file", str(toml), "--training.steps", "2", *ON, GRADIENTS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launched = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    assert "step:  2  loss:" in launched.stdout
+    assert re.search(
+        r"bits a parameter: first gather \S+, later \S+, gradients \d", launched.stdout
+    )
 
 
 @pytest.mark.parametrize("section", ["all_gather", "reduce_scatter"])
