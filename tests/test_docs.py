@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from narrowcast import cli
+from torchtitan_ext.charts import CHARTS
 from torchtitan_ext.config import NarrowcastConfig
 from torchtitan_ext.toml.load import load_config
 
@@ -131,6 +132,15 @@ def test_every_case_of_the_compatibility_table_is_tested() -> None:
         assert cases, source
         for case in re.findall(r"`([^`]+)`", " ".join(cases)):
             assert re.search(rf'def {case}\(|"{case}"', (ROOT / path).read_text()), case
+
+
+def test_the_page_of_dashboards_has_every_scalar_that_is_drawn() -> None:
+    page = (ROOT / "docs" / "dashboards.md").read_text()
+    for charts in CHARTS.values():
+        for tag in (tag for chart in charts for tag in chart.tags):
+            kind, _, name = tag.partition("/")
+            drawn = tag if kind == "selection" and not name.startswith("share/") else kind
+            assert f"narrowcast/{drawn}" in page or f"`{drawn}/" in page, tag
 
 
 def test_the_toml_of_the_readme_is_a_job(tmp_path: Path) -> None:

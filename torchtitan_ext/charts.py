@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from narrowcast.config import NarrowcastConfig
 from narrowcast.telemetry.changes import SHARD_TYPES
-from narrowcast.telemetry.ledger import COLLECTIVES
+from narrowcast.telemetry.step_volume import COLLECTIVES
 
 COMPRESSIONS = ("delta", "exponent", "entropy", "none")
 
@@ -65,8 +65,7 @@ def _counts_changed_values(config: NarrowcastConfig) -> bool:
 
 
 def _counts_zeros(config: NarrowcastConfig) -> bool:
-    gradients = config.reduce_scatter
-    return config.volume.enable and gradients.enable and gradients.compression != "none"
+    return config.volume.enable and config.reduce_scatter.enable
 
 
 def _counts_tokens(config: NarrowcastConfig) -> bool:
@@ -134,7 +133,7 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
         ),
         Chart("memory of the chosen caches", ("selection/cache_bytes",), _chooses),
         Chart("shards changed since the first choice", ("selection/changed_shards",), _chooses),
-        Chart("share of the time spent on sampling", ("selection/watching",), _chooses),
+        Chart("share of the time spent on sampling", ("selection/sampling_share",), _chooses),
     ),
     "Changes since the last step": (
         _by_shard_type("share of changed exponents", "changed_exponents", _counts_changes),

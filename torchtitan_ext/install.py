@@ -12,7 +12,8 @@ from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
-from narrowcast.telemetry.ledger import CountedModel, Ledger, count_volume, uncounted_baseline
+from narrowcast.telemetry.counted import CountedModel, count_volume
+from narrowcast.telemetry.ledger import Ledger, beyond_baseline
 from torchtitan_ext.dispatch.hooks import count_dispatch, set_up_dispatch
 from torchtitan_ext.placement.run import PlacementRun
 from torchtitan_ext.private import count_token_dispatch, token_dispatchers
@@ -61,9 +62,10 @@ class Installed:
             self.narrowed_gradients = _narrow(narrow_reduce_scatter, trainer, "reduce_scatter")
         if switches.volume.enable and not self.handles:
             self.counted = count_volume(param_groups(*trainer.model_parts), trainer.optimizers)
+        metrics = trainer.metrics_processor
         if self.ledger is not None:
             self._count_tokens(trainer, self.ledger)
-        metrics = trainer.metrics_processor
+            self.ledger.sample_interval = metrics.sample_interval
         metrics.lay_out(switches)
         metrics.ledger = self.ledger
         metrics.selection = None if self.narrowed is None else self.narrowed.selection
@@ -71,6 +73,8 @@ class Installed:
     def recording(self, step: int) -> AbstractContextManager:
         """A context for a step of training, which records its routing where that is asked for."""
         stack = ExitStack()
+        if self.ledger is not None:
+            self.ledger.step = step  # not that of the process where the run was resumed
         if self.handles:
             stack.enter_context(job_of(None).informed())
         for run in self._runs:
@@ -80,7 +84,7 @@ class Installed:
     def after(self, step: int) -> None:
         """Write a trace, or plan and move, where ``step`` is the one for it. Every rank must call
         it after each step."""
-        with uncounted_baseline(self.ledger):
+        with beyond_baseline(self.ledger):
             for run in self._runs:
                 run.after(step)
 

@@ -9,7 +9,9 @@ from torchtitan.tools.logging import logger
 from narrowcast.attribution import counted_as
 from narrowcast.autotune.controller import Controller
 from narrowcast.config import NarrowcastConfig
-from narrowcast.telemetry.ledger import Ledger, StepVolume, reduce_over_ranks
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import StepVolume
 from torchtitan_ext.charts import layout
 from torchtitan_ext.private import tensorboard_writers
 
@@ -27,6 +29,13 @@ class MetricsPlugin:
 
     ledger: Ledger | None = None
     selection: Controller | None = None
+
+    @property
+    def sample_interval(self) -> int:
+        """Steps from one to the next in which what takes a pass over the data is counted: those
+        that are logged; 0 where nobody reads it, as the console has none of it."""
+        config = self.config
+        return config.log_freq if config.enable_tensorboard or config.enable_wandb else 0
 
     def lay_out(self, config: NarrowcastConfig) -> None:
         """Lay out the charts of TensorBoard that will have data."""

@@ -23,7 +23,7 @@ from torchtitan.models.common.moe import MoE, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.protocols.module import Module
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import pending_collectives
 from narrowcast.telemetry.ledger import Ledger
 
@@ -282,7 +282,7 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
             if torch.compiler.is_compiling():
                 return exchange(rows, group, received, sent)
             pending = pending_collectives()
-            with counted_as(CALLER):
+            with counted_by_caller():
                 out = exchange(rows, group, received, sent)
             if pending_collectives() > pending:  # not replayed by activation checkpointing
                 add(name, rows, sent)
@@ -297,7 +297,7 @@ def count_token_dispatch(dispatcher: AllToAllTokenDispatcher, ledger: Ledger) ->
         if torch.compiler.is_compiling():
             return exchange_counts(counts, group, ep_size)
         pending = pending_collectives()
-        with counted_as(CALLER):
+        with counted_by_caller():
             received = exchange_counts(counts, group, ep_size)
         if pending_collectives() > pending:
             nbytes = counts.numel() * counts.element_size()

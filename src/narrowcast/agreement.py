@@ -1,4 +1,4 @@
-"""What a model is narrowed with, checked so that every rank raises where one would."""
+"""The checks of a model and its settings, of which every rank raises what one of them finds."""
 
 import hashlib
 from collections import defaultdict
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.errors import SettingsError
 from narrowcast.fsdp2 import ParamGroup, param_groups, shard_world_sizes
 
@@ -76,7 +76,7 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], narrowed: str) -> None:
-    """Whether the parameter groups of the models are still these.
+    """Checks that the models have no parameter groups beside these.
 
     Raises:
         SettingsError: there are more than when ``narrowed`` was called.
@@ -93,7 +93,7 @@ def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], nar
         )
 
 
-@counted_as(CALLER)
+@counted_by_caller()
 def check_settings(
     groups: list[ParamGroup],
     settings: dict[str, Any],
@@ -106,7 +106,7 @@ def check_settings(
         groups: of the model on this rank; none where they could not be had.
         settings: by name.
         error: what is wrong with them on this rank, if anything.
-        job: the ranks that call this together; ``None``: all.
+        job: the ranks that call this together; ``None`` stands for all.
 
     Raises:
         ValueError: this rank's ``error``, or another's; the same on every rank of the job.
@@ -141,7 +141,7 @@ def check_settings(
 
 
 def _raise_first(wrong: list[tuple[int, str]], num_ranks: int) -> None:
-    """Raises the error of the first rank that has one; it names the rank where not all have it."""
+    """Raises the error of the first rank that has one; it names the rank unless all have it."""
     if wrong:
         rank, message = wrong[0]
         alike = len(wrong) == num_ranks and len({text for _, text in wrong}) == 1

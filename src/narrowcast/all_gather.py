@@ -18,20 +18,16 @@ from narrowcast.allgather.announcer import Announcer
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.allgather.offload import Prefetcher, host_copies
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
 from narrowcast.config import AllGatherConfig, takes_settings_of
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.steps import StepHook
-from narrowcast.telemetry.ledger import (
-    CountedModel,
-    check_volume,
-    count_volume,
-    uncounted_baseline,
-    unwrapped,
-)
+from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
+from narrowcast.telemetry.ledger import beyond_baseline
+from narrowcast.telemetry.narrowed import GatherTelemetry
 from narrowcast.util import own_mode
 from narrowcast.wire import floats
 from narrowcast.wire.coders import find_coder
@@ -46,7 +42,8 @@ class NarrowedModel:
         selection: chooses compressions; ``None`` where the caller gave one.
         ledger: what each step sent; ``None`` if volume is not counted. ``ledger.last`` is the last
             whole step, ``None`` before the first. Steps end with the optimizer's; without one,
-            call ``ledger.end_step()`` yourself.
+            call ``ledger.end_step()`` yourself. Rates of change and shares of zero gradients are
+            counted every ``ledger.sample_interval`` steps, which you may set (10; 0: never).
     """
 
     def __init__(
@@ -74,11 +71,11 @@ class NarrowedModel:
         for same in sharing.values():
             announcer = Announcer(same, self._before_forward)
             for comm in same:
-                comm.job, comm.announcer = job, announcer
+                comm.job, comm.before = job, announcer.before
                 comm.on_unannounced = self._warn_of_a_change
                 comm.plain, comm.group.all_gather = comm.group.all_gather, comm
                 if selection is not None and comm.group.device.type == "cpu":
-                    comm.waits = partial(selection.wait_for_gather, comm.group)
+                    comm.wait = partial(selection.wait_for_gather, comm.group)
         self._guarded = [
             comm.group
             for comm in comms
@@ -95,7 +92,7 @@ class NarrowedModel:
             if self.ledger is not None and self.ledger.last is not None:
                 self.ledger.last.cache_bytes = self.cache_bytes
             if self.selection is not None:
-                with uncounted_baseline(self.ledger):
+                with beyond_baseline(self.ledger):
                     self.selection.after_step()
             self.refresh()
 
@@ -150,8 +147,8 @@ class NarrowedModel:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
         if self._steps is not None:
             self._steps.remove()
-        if self.selection is not None and self.ledger is not None:
-            self.ledger.on_gradients = None
+        if self.selection is not None:
+            self.selection.remove()
         for comm in self._comms:
             comm.group.all_gather = comm.plain
         for group in self._guarded:
@@ -211,7 +208,7 @@ def narrow_all_gather(
     if config.chooses:
         compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
         folder = None if report is None else Path(report)
-        with job.together("narrow_all_gather"), counted_as(CALLER):
+        with job.together("narrow_all_gather"), counted_by_caller():
             controller = _controller_of(comms, compressed, config, counted, folder, job)
     return NarrowedModel(modules_of(model), groups, comms, optimizer, counted, controller, job)
 
@@ -230,7 +227,7 @@ def _comms_of(
             None if config.chooses else schemes,
             find_coder(config.entropy_coder),
             config.verify_interval,
-            counted.ledger if counted else None,
+            GatherTelemetry(counted.ledger if counted else None),
             copies=copies,
             prefetcher=prefetcher,
         )
@@ -256,7 +253,6 @@ def _controller_of(
         block_size=config.block_size,
         block_check=config.block_check,
         coder=find_coder(config.entropy_coder),
-        counts=counted is not None,
         job=job.group,
     )
     rules = Rules(
@@ -313,7 +309,7 @@ def _schemes_of(
 
 def _check_plain(groups: list[ParamGroup]) -> None:
     for group in groups:
-        comm = unwrapped(group.all_gather)
+        comm = uncounted(group.all_gather)
         if isinstance(comm, NarrowAllGather):
             raise ValueError("the model is narrowed already: call remove() of its handle first")
         if not is_default(comm):

@@ -1,27 +1,34 @@
-"""Whose collective it is that a thread is about to start."""
+"""Who counts the collectives that this thread starts."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-CALLER = "counted by its caller"
+_CALLER = object()
 _thread = threading.local()
 
 
-def sender() -> object | None:
-    """What ``counted_as`` was last given, in this thread; ``None``: what starts is user code's."""
-    return getattr(_thread, "sender", None)
+def current_owner() -> object | None:
+    """The owner that ``counted_as`` was last given in this thread; ``None`` for user code."""
+    return getattr(_thread, "owner", None)
 
 
 @contextmanager
 def counted_as(owner: object) -> Iterator[None]:
-    """Collectives started within are ``owner``'s.
-
-    Those of ``CALLER`` are under "other" of no ledger: whoever starts them counts them with
-    ``add``, or they belong to a model that is not counted, or to no step.
-    """
-    outer, _thread.sender = sender(), owner
+    """Collectives that start within are counted for ``owner``: a parameter group or a ledger."""
+    outer, _thread.owner = current_owner(), owner
     try:
         yield
     finally:
-        _thread.sender = outer
+        _thread.owner = outer
+
+
+@contextmanager
+def counted_by_caller() -> Iterator[None]:
+    """Collectives that start within are in no ledger's count of "other" collectives.
+
+    The code that starts them counts them itself with ``Ledger.add``, or they belong to a model that
+    is not counted, or to no training step.
+    """
+    with counted_as(_CALLER):
+        yield

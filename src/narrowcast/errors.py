@@ -1,26 +1,27 @@
-"""How every rank comes to raise the same error when one of them fails.
+"""Every exception of narrowcast, and how all ranks come to raise the same one.
 
-What a rank can tell from bytes that all ranks received, all raise by themselves. Everything else
-(no memory, damage on one rank's own way, a bug) one rank meets alone, somewhere between two
-collectives, while the others wait in the next one. Whatever it is, and wherever:
+An error falls under one of three rules:
 
-    the rank that fails                          every other rank
-    posts the error in the job's store           waits in some collective of the job
-    waits for the others to post theirs
-      all did: they failed alike, nobody waits
-      else: closes its connections      ->       the wait ends in an error of the backend
-    raises the error that was posted first       reads the store, raises the error posted first
+- All ranks received the bytes that show it: each rank raises it by itself (``error_context``).
+- One rank met it alone before a collective that ends a call anyway: the ranks exchange it there
+  (``raise_alike``), and process groups can be used again.
+- One rank met it alone anywhere else (no memory, a bug), while the others wait in the next
+  collective: ``Job.together`` makes it the error of all.
 
-That takes no collective and no message while all is well, works across process groups (replicas,
-pipeline stages), and asks nothing of the place where it happens. A rank that waits in a collective
-that is not narrowcast's gets the backend's own error there; ``Job.informed`` makes the named one of
-it.
+      the rank that fails                          every other rank
+      posts the error in the job's store           waits in some collective of the job
+      waits for the others to post theirs
+        all did: they failed alike, none waits
+        else: closes its connections      ->       the wait ends in an error of the backend
+      raises the error that was posted first       reads the store, raises the error posted first
 
-Where ranks agree anyhow in the last collective of a call (``agreement.raise_alike``), they all post
-their error, and process groups can be used again.
+The third rule needs no collective and no message while all is well, works across process groups
+(replicas, pipeline stages), and asks nothing of the place where the error occurs. A rank that waits
+in a collective that is not narrowcast's gets the backend's own error there; ``Job.informed``
+replaces it by the error that was posted.
 
-Only gloo's connections can be closed so. On NCCL its own watchdog ends the others, or the launcher
-does when the first process has ended.
+Connections can be closed on gloo alone. On NCCL its own watchdog ends the other ranks, or the
+launcher does when the first process has ended.
 """
 
 import json
@@ -32,20 +33,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import close_connections, default_store
 
-_GRACE_S = 2.0  # for ranks that fail alike, one later than the other
+_GRACE_S = 2.0  # within which ranks that fail alike fail, one later than the other
 _POLL_S = 0.02
-_CLOSED = ("Connection closed by peer", "Connection reset by peer")  # as gloo says it
-_PATIENCE = timedelta(seconds=1)  # in which a rank that is merely slow has come
+_CLOSED = ("Connection closed by peer", "Connection reset by peer")  # gloo's words
+_PATIENCE = timedelta(seconds=1)  # within which a rank that is merely slow arrives
 
 
 class NarrowcastError(RuntimeError):
-    """Something that no rank can go on from; raised on every rank of the job alike.
+    """Training cannot continue; raised on every rank of the job alike.
 
     Attributes:
-        agreed: whether all ranks have come to raise it (see ``narrowcast.errors``).
+        agreed: whether all ranks are known to raise it.
     """
 
     agreed = False
@@ -56,7 +57,7 @@ class PayloadError(NarrowcastError):
 
 
 class OutOfStepError(NarrowcastError):
-    """The ranks do not keep the same: a cache was dropped, or a rank missed a gather."""
+    """Caches differ between ranks: one was dropped, or a rank missed a gather or a step."""
 
 
 class SettingsError(NarrowcastError):
@@ -64,7 +65,7 @@ class SettingsError(NarrowcastError):
 
 
 class SenderError(NarrowcastError):
-    """A rank could not encode its shard; the message says which and why."""
+    """A rank could not encode its shard; the message names the rank and the reason."""
 
 
 class VerificationError(NarrowcastError):
@@ -73,7 +74,14 @@ class VerificationError(NarrowcastError):
 
 @contextmanager
 def error_context(subject: str) -> Iterator[None]:
-    """Begins the message of an error with what it is about, and makes any a NarrowcastError."""
+    """Makes every exception within a ``NarrowcastError`` whose message begins with ``subject``.
+
+    For errors that follow from bytes that every rank has received, so that all raise the same one.
+
+    Raises:
+        PayloadError: in the place of a ``ValueError``.
+        NarrowcastError: in the place of any other exception; of the same class if it is one.
+    """
     try:
         yield
     except ValueError as error:
@@ -85,8 +93,24 @@ def error_context(subject: str) -> Iterator[None]:
 
 
 def cause(error: Exception) -> Exception | None:
-    """What an error is to be raised from: a context manager would raise a StopIteration itself."""
+    """What an error is to be raised from: a context manager cannot raise from a StopIteration."""
     return None if isinstance(error, StopIteration) else error
+
+
+@counted_by_caller()
+def raise_alike(
+    error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Raises, on every rank of ``group``, the ``error`` of the first one that has any.
+
+    Costs one small all-reduce where none has. Every rank must call this.
+    """
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if failed.item():
+        errors: list[NarrowcastError | None] = [None] * group.size()
+        dist.all_gather_object(errors, error, group)
+        raise next(found for found in errors if found is not None)
 
 
 class Job:
@@ -94,13 +118,13 @@ class Job:
 
     Attributes:
         group: of all these ranks.
-        error: what every rank raises; ``None`` while all is well.
+        error: what every rank raises; ``None`` while training can continue.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group if group is not None else dist.group.WORLD
         self.error: NarrowcastError | None = None
-        self._round = 0  # of failures that all ranks met alike, and survived
+        self._round = 0  # failures that all ranks met alike, and survived
         self._watches = 0
         self._store = default_store()
 
@@ -112,7 +136,7 @@ class Job:
         """Every exception within becomes one error, the same on every rank of the job.
 
         Args:
-            subject: what is done within; begins the message of an error that has no better one.
+            subject: what is done within; begins the message of an error that names no subject.
 
         Raises:
             NarrowcastError: this rank's error, or the one that another rank posted before.
@@ -128,8 +152,8 @@ class Job:
 
     @contextmanager
     def informed(self) -> Iterator[None]:
-        """An error of the backend within, where a rank waited for one that has failed, becomes the
-        error of that one.
+        """An error of the backend within, where this rank waited for one that has failed, becomes
+        the error of that rank.
 
         Raises:
             NarrowcastError: another rank has posted it.
@@ -142,7 +166,7 @@ class Job:
             raise self._agree(_named(error, "training")) from error
 
     def check(self) -> None:
-        """Whether another rank has failed, asked without waiting for anybody.
+        """Checks whether another rank has failed, without waiting for any.
 
         Raises:
             NarrowcastError: one has.
@@ -151,23 +175,23 @@ class Job:
             raise self._agree(NarrowcastError("another rank failed"))
 
     def new_watch(self) -> int:
-        """A number for whoever counts steps, the same on every rank."""
+        """A number for a counter of steps, the same on every rank."""
         self._watches += 1
         return self._watches
 
     def wait(
         self, work: dist.Work, watch: int, step: int, *, steps_end: bool, groups: list[str]
     ) -> None:
-        """Waits for a collective that ranks which count other steps would never come to.
+        """Waits for a collective that a rank at another step would never reach.
 
-        A rank that skips a step of the optimizer goes on to gather parameters, while the others
+        A rank that skips a step of the optimizer continues to gather parameters, while the others
         wait for it where a step ends. Neither is late: they wait for each other.
 
         Args:
             work: of a gloo collective.
             watch: from ``new_watch``.
             step: how many steps of the optimizer this rank has finished.
-            steps_end: whether this is where a step ends, or else a gather of the next forward.
+            steps_end: ``True`` where a step ends; ``False`` in a gather of the next forward.
             groups: names of the process groups whose parameters this rank gathers.
 
         Raises:
@@ -187,7 +211,8 @@ class Job:
                     )
 
     def _agree(self, error: NarrowcastError) -> NarrowcastError:
-        """The error that was posted first, once nobody waits for this rank any more."""
+        """Posts ``error``, sees to it that no rank waits for this one, and returns the error that
+        was posted first."""
         content = json.dumps([type(error).__name__, str(error)])
         try:
             kind, text = json.loads(self._store.compare_set(self._key("error"), "", content))
@@ -204,7 +229,7 @@ class Job:
         return error
 
     def _all_raise(self) -> bool:
-        """Whether all ranks of the job have failed too, or do so soon."""
+        """Whether all ranks of the job have failed too, or do so within ``_GRACE_S``."""
         raised, start = self._store.add(self._key("raised"), 1), time.monotonic()
         while raised < self.size():
             if self._posted("alone") or time.monotonic() - start > _GRACE_S:
@@ -221,12 +246,24 @@ class Job:
         return f"narrowcast/{self.group.group_name}/{self._round}/{name}"
 
 
+_jobs: dict[str, Job] = {}
+
+
+def job_of(group: dist.ProcessGroup | None) -> Job:
+    """The job of these ranks, ``None`` for all: one object for all callers."""
+    group = group if group is not None else dist.group.WORLD
+    known = _jobs.get(group.group_name)
+    if known is None or known.group is not group:
+        known = _jobs[group.group_name] = Job(group)
+    return known
+
+
 def _named(error: Exception, subject: str) -> NarrowcastError:
-    """The error with the rank that met it, unless all could tell it from what they received."""
+    """The error with the rank that met it, unless it followed from what all ranks received."""
     rank = dist.get_rank()
     if isinstance(error, NarrowcastError):
-        known = error.__cause__ is None or isinstance(error.__cause__, NarrowcastError)
-        return error if known else type(error)(f"{error} (on rank {rank})")
+        is_common = error.__cause__ is None or isinstance(error.__cause__, NarrowcastError)
+        return error if is_common else type(error)(f"{error} (on rank {rank})")
     if any(text in str(error) for text in _CLOSED):
         return NarrowcastError(
             f"{subject}: rank {rank} lost its connection to another rank, which has ended or "
@@ -236,39 +273,11 @@ def _named(error: Exception, subject: str) -> NarrowcastError:
 
 
 def _done(work: dist.Work) -> bool:
-    """Waits for a gloo collective, but not for longer than a rank may reasonably be late. One that
-    was waited for in vain goes on and can be waited for again."""
+    """Waits for a gloo collective for at most ``_PATIENCE``. One that is not done by then continues
+    and can be waited for again."""
     try:
         return work.wait(_PATIENCE)
     except RuntimeError as error:
         if "timed out" in str(error).lower():
             return False
         raise
-
-
-_jobs: dict[str, Job] = {}
-
-
-def job_of(group: dist.ProcessGroup | None) -> Job:
-    """The job of these ranks; ``None``: of all. One object, whoever asks."""
-    group = group if group is not None else dist.group.WORLD
-    known = _jobs.get(group.group_name)
-    if known is None or known.group is not group:
-        known = _jobs[group.group_name] = Job(group)
-    return known
-
-
-@counted_as(CALLER)
-def raise_alike(
-    error: NarrowcastError | None, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Raises, on every rank of ``group``, the ``error`` of the first one that has any.
-
-    Costs one small all-reduce where none has. Every rank must call this.
-    """
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if failed.item():
-        errors: list[NarrowcastError | None] = [None] * group.size()
-        dist.all_gather_object(errors, error, group)
-        raise next(found for found in errors if found is not None)

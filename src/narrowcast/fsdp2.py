@@ -22,7 +22,7 @@ parameters without gradients and is sorted by the dtype of the gradients (2.15),
 code looks for a parameter in a reduced buffer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -148,11 +148,37 @@ class ParamGroup:
     @property
     def reduce_scatter(self) -> ReduceScatter:
         """The object by which FSDP2 reduces the group's gradients."""
-        return self._group._reduce_scatter_comm
+        comm = self._group._reduce_scatter_comm
+        return comm.inner if isinstance(comm, ObservedReduceScatter) else comm
 
     @reduce_scatter.setter
     def reduce_scatter(self, comm: ReduceScatter) -> None:
-        self._group._reduce_scatter_comm = comm
+        current = self._group._reduce_scatter_comm
+        if isinstance(current, ObservedReduceScatter):
+            current.inner = comm
+        else:
+            self._group._reduce_scatter_comm = comm
+
+    def observe_reductions(self, observer: "ReductionObserver") -> Callable[[], None]:
+        """Calls ``observer`` before each reduction of the group's gradients, whichever
+        reduce-scatter the group has by then.
+
+        Returns:
+            Ends the observation. After the last one FSDP2 calls the group's reduce-scatter itself.
+        """
+        group = self._group
+        if not isinstance(group._reduce_scatter_comm, ObservedReduceScatter):
+            group._reduce_scatter_comm = ObservedReduceScatter(group._reduce_scatter_comm)
+        observed = group._reduce_scatter_comm
+        observed.observers.append(observer)
+
+        def end() -> None:
+            if observer in observed.observers:
+                observed.observers.remove(observer)
+            if not observed.observers and group._reduce_scatter_comm is observed:
+                group._reduce_scatter_comm = observed.inner
+
+        return end
 
     def guard_reduction(self, guard: Callable[[], AbstractContextManager[None]]) -> bool:
         """Runs FSDP2's reduction of the group's gradients within ``guard()`` until
@@ -229,6 +255,38 @@ class ParamGroup:
             for param in self._group.fsdp_params
         ]
         return torch.cat(pieces)
+
+
+ReductionObserver = Callable[[Tensor], None]
+"""Is given this rank's contributions to the gradients of a group, (W, n), and only reads them."""
+
+
+class ObservedReduceScatter(ReduceScatter):
+    """A parameter group's reduce-scatter with observers of its contributions.
+
+    Attributes:
+        inner: the reduce-scatter itself, which ``ParamGroup.reduce_scatter`` reads and replaces.
+        observers: are called in turn before each reduction.
+    """
+
+    def __init__(self, inner: ReduceScatter) -> None:
+        self.inner = inner
+        self.observers: list[ReductionObserver] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        for observer in self.observers:
+            observer(input_tensor.view(group.size(), -1))
+        return self.inner(output_tensor, input_tensor, group, op, async_op)
 
 
 def _gathered_dtype(param: FSDPParam) -> torch.dtype:

@@ -14,7 +14,8 @@ from narrowcast.config import ReduceScatterConfig, takes_settings_of
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import CountedModel, check_volume, count_volume, unwrapped
+from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
+from narrowcast.telemetry.narrowed import ReductionTelemetry
 from narrowcast.wire.coders import find_coder
 
 
@@ -55,10 +56,7 @@ class NarrowedGradients:
             group.reduce_scatter = replaced
         for group in self._guarded:
             group.unguard_reduction()
-        self._replaced, self._guarded = (
-            [],
-            [],
-        )  # a second call must not touch what is narrowed again
+        self._replaced, self._guarded = [], []  # a second call leaves a later handle alone
         if self._counted is not None:
             self._counted.remove()
 
@@ -109,13 +107,16 @@ def narrow_reduce_scatter(
     counted = count_volume(groups, optimizer) if volume else None
     ledger = counted.ledger if counted else None
     coder = find_coder(config.entropy_coder)
-    comms = [NarrowReduceScatter(group, config.compression, coder, ledger, job) for group in groups]
+    comms = [
+        NarrowReduceScatter(group, config.compression, coder, ReductionTelemetry(ledger), job)
+        for group in groups
+    ]
     return NarrowedGradients(modules_of(model), comms, counted, job)
 
 
 def _check_plain(groups: list[ParamGroup]) -> None:
     for group in groups:
-        comm = unwrapped(group.reduce_scatter)
+        comm = uncounted(group.reduce_scatter)
         if isinstance(comm, NarrowReduceScatter):
             raise ValueError(
                 "the model's gradients are narrowed already: call remove() of their handle first"

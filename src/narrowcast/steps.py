@@ -11,16 +11,16 @@ from narrowcast.fsdp2 import ParamGroup
 
 logger = logging.getLogger(__name__)
 
-_followed: WeakSet[Optimizer] = WeakSet()  # of which was warned
+_followed: WeakSet[Optimizer] = WeakSet()  # in the place of others, with a warning
 
 
 class StepHook:
     """Calls ``on_step`` after each step of an optimizer.
 
-    Another optimizer that trains parameters of the same groups may be one beside it or inside it
-    (a container steps after those that it contains), or have replaced it. It has replaced it when
-    parameters are needed again, or it steps again, and the first has not stepped since: then it is
-    followed, with a warning.
+    Another optimizer that trains parameters of the same groups may be used beside it or within it
+    (a container steps after those that it contains), or may have replaced it. It has replaced it if
+    parameters are needed again, or it steps again, before the first has stepped: from then on
+    it is followed, with a warning.
 
     Args:
         optimizer: of several, the one that steps last.
@@ -32,13 +32,13 @@ class StepHook:
     ) -> None:
         self._groups, self._on_step = groups, on_step
         self._training: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()
-        self._other: ref[Optimizer] | None = None  # has stepped since the followed one did
+        self._other: ref[Optimizer] | None = None  # has stepped after the followed one
         self._follow(optimizer)
         self._all = register_optimizer_step_post_hook(self._after_any)
 
     def missed(self) -> bool:
-        """Whether there was a step that ``on_step`` was not called for, since another optimizer has
-        replaced the followed one. From now on that one is followed."""
+        """Whether there was a step for which ``on_step`` was not called, because another optimizer
+        has replaced the followed one. From now on that one is followed."""
         other = self._other() if self._other is not None else None
         if other is None:
             return False
@@ -78,6 +78,6 @@ class StepHook:
     def _trains(self, optimizer: Optimizer) -> bool:
         if optimizer not in self._training:
             ours = {id(param) for group in self._groups for param in group.parameters}
-            theirs = [id(p) for part in optimizer.param_groups for p in part["params"]]
-            self._training[optimizer] = not ours.isdisjoint(theirs)
+            trained = [id(p) for part in optimizer.param_groups for p in part["params"]]
+            self._training[optimizer] = not ours.isdisjoint(trained)
         return self._training[optimizer]

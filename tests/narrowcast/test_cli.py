@@ -1,8 +1,6 @@
-"""The command `narrowcast`, from files to what it prints, writes and returns."""
+"""The command ``narrowcast``: what it prints, writes and returns."""
 
-import errno
 import importlib
-import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,31 +14,10 @@ from narrowcast.cli import main
 from narrowcast.placement import routers, trace
 from narrowcast.placement.correlation import coselection
 from narrowcast.placement.effort import Effort
-from narrowcast.placement.placement import Placement, contiguous, load_placement
+from narrowcast.placement.placement import contiguous, load_placement
 from narrowcast.placement.planning import HELD_OUT, Plan
 from narrowcast.placement.trace import RoutingTrace
-
-LAYERS = ("layers.1.moe", "layers.2.moe")
-# Expert e is always selected with e + 4 in the first layer, and with e ^ 1 in the second.
-PARTNERS = torch.stack([(torch.arange(8) + 4) % 8, torch.arange(8) ^ 1])
-# Those who share a rank if four ranks hold two experts each.
-BEST = torch.tensor([[0, 4, 1, 5, 2, 6, 3, 7], list(range(8))])
-
-
-def make_trace(num_tokens: int = 3072) -> RoutingTrace:
-    first_T = torch.arange(num_tokens) * 5 % 8
-    ids_LTK = torch.stack([torch.stack([first_T, of_E[first_T]], dim=1) for of_E in PARTNERS])
-    token_T = torch.arange(num_tokens)
-    step_T, rank_T = token_T // 1024 + 1, token_T // 512 % 2
-    return RoutingTrace("qwen3 demo", LAYERS, 8, 2, ids_LTK, step_T, rank_T, token_T % 512)
-
-
-def best() -> Placement:
-    return Placement("qwen3 demo", LAYERS, 4, 1, "rows", BEST)
-
-
-def planned(placement: Placement) -> Plan:
-    return Plan(placement, placement, Effort(1024, 4))
+from tests.narrowcast.cli_files import LAYERS, best, error_of, make_trace, planned, rows_of
 
 
 @pytest.fixture
@@ -48,20 +25,6 @@ def trace_file(tmp_path: Path) -> Path:
     path = tmp_path / "trace.safetensors"
     make_trace().save(path)
     return path
-
-
-def rows_of(text: str) -> list[list[str]]:
-    return [line.split() for line in text.splitlines()]
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
-    """The one line on stderr of a command that fails."""
-    assert main([str(argument) for argument in arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = captured.err.splitlines()
-    assert line.startswith("narrowcast: ")
-    return line
 
 
 def test_a_trace_is_shown_without_torchtitan(trace_file, capsys, monkeypatch):
@@ -111,7 +74,7 @@ def test_a_plan_is_written_and_judged(trace_file, tmp_path, capsys):
     assert main([str(argument) for argument in arguments]) == 0
     shown = capsys.readouterr().out
     assert "\nFitted on 2458 of the earlier 2458 tokens, 64 restarts a layer; " in shown
-    assert "judged on the later 614, load on all 3072\n" in shown
+    assert "judged by the later 614, load by all 3072\n" in shown
     assert "Before: contiguous; after: rows; on 4 ranks of 1 node\n" in shown
     c_t = {tuple(row[:2]): row[2] for row in rows_of(shown) if len(row) == 11}
     assert c_t["layers.1.moe", "before"] == "2.00"
@@ -159,7 +122,9 @@ def test_a_plan_gets_every_option_and_is_judged_on_tokens_that_it_was_not_fitted
     }
 
 
-def test_a_load_bound_that_was_not_reached_is_told(trace_file, tmp_path, capsys, monkeypatch):
+def test_a_load_bound_that_was_not_reached_causes_a_warning(
+    trace_file, tmp_path, capsys, monkeypatch
+):
     trace = make_trace()
     # Experts 4 to 7 of the second layer get no tokens: two of four ranks are idle.
     ids_LTK = trace.ids_LTK.clone()
@@ -188,7 +153,7 @@ def test_the_table_of_a_plan_has_the_load_of_all_tokens_and_what_no_bound_would_
     command = f"placement plan {trace_file} --ranks 4 --output {tmp_path / 'p.json'}"
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
-    assert "Fitted on 1024 of the earlier 2458 tokens, 4 restarts a layer; judged on" in shown
+    assert "Fitted on 1024 of the earlier 2458 tokens, 4 restarts a layer; judged by" in shown
     load = {(row[0], *row[1:-9]): row[-2] for row in rows_of(shown) if len(row) > 10}
     assert load["layers.2.moe", "after"] == "1.22"  # and 2.00 of the later tokens
     c_t = {(row[0], *row[1:-9]): row[-9] for row in rows_of(shown) if len(row) > 10}
@@ -215,16 +180,16 @@ def test_a_plan_is_made_of_coselection_counts(tmp_path, capsys):
     assert load_placement(output).method == "pairwise"
 
 
-def test_what_counts_cannot_answer_is_told_in_one_line(trace_file, tmp_path, capsys):
+def test_what_counts_cannot_answer_is_one_line(trace_file, tmp_path, capsys):
     counts = tmp_path / "counts.npz"
     np.savez(counts, coselection=coselection(make_trace().ids_LTK[0], 8)[None].numpy())
     plan = ("placement", "plan", "--ranks", "4", "--output", tmp_path / "placement.json")
     error = error_of(capsys, *plan, counts, "--method", "rows", "--top-k", "3")
-    assert "of a top-2 router alone, and top_k is 3 here" in error
+    assert "for a top-2 router only, and top_k is 3 here" in error
     assert "record a trace" in error
     assert 'works with method "rows"' in error_of(capsys, *plan, counts, "--max-load", "1.1")
     error = error_of(capsys, *plan, trace_file, "--top-k", "2")
-    assert "--top-k 2 is of co-selection counts" in error
+    assert "--top-k 2 is for co-selection counts" in error
 
 
 def test_of_a_trace_only_the_layers_that_are_asked_for_are_measured(
@@ -278,7 +243,7 @@ def test_a_placement_is_shown_and_drawn(trace_file, tmp_path, capsys, monkeypatc
     assert lines == [1.5, 3.5, 5.5] * 2
 
 
-def test_without_matplotlib_a_heat_map_tells_how_to_get_it(
+def test_without_matplotlib_a_heat_map_is_refused_with_how_to_install_it(
     trace_file, tmp_path, capsys, monkeypatch
 ):
     placement_file = tmp_path / "placement.json"
@@ -316,88 +281,12 @@ def test_a_placement_of_something_else_is_refused(other, message, trace_file, tm
 @pytest.mark.parametrize(
     "content", [b"", b"not a trace", b"\xff" * 99], ids=["empty", "text", "ff"]
 )
-def test_a_file_of_another_kind_is_told_in_one_line(content, trace_file, tmp_path, capsys):
+def test_a_file_of_another_kind_is_refused_in_one_line(content, trace_file, tmp_path, capsys):
     path = tmp_path / "file"
     path.write_bytes(content)
-    assert f"{path} is no routing trace: it is " in error_of(capsys, "trace", "show", path)
+    assert f"{path} is not a routing trace: it is " in error_of(capsys, "trace", "show", path)
     error = error_of(capsys, "placement", "show", trace_file, path)
-    assert f"{path} is no narrowcast.placement" in error
-
-
-def test_a_plan_without_output_is_shown_and_nothing_is_written(trace_file, tmp_path, capsys):
-    assert main(["placement", "plan", str(trace_file), "--ranks", "4"]) == 0
-    shown = capsys.readouterr().out
-    assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(shown)]
-    assert "Wrote" not in shown
-    assert [*tmp_path.iterdir()] == [trace_file]
-
-
-def test_a_plan_goes_to_standard_output_and_its_table_beside_it(
-    trace_file, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert main(["placement", "plan", str(trace_file), "--ranks", "4", "--output", "-"]) == 0
-    captured = capsys.readouterr()
-    file = tmp_path / "placement.json"
-    file.write_text(captured.out)
-    assert load_placement(file).layers == LAYERS
-    assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(captured.err)]
-    assert "Wrote" not in captured.err
-    assert {path.name for path in tmp_path.iterdir()} == {"trace.safetensors", "placement.json"}
-
-
-def test_a_plan_is_written_through_a_link_and_never_over_a_device(trace_file, tmp_path, capsys):
-    link, device = tmp_path / "link", tmp_path / "device"
-    link.symlink_to("placement.json")
-    device.symlink_to("/dev/null")
-    plan = ("placement", "plan", str(trace_file), "--ranks", "4", "--output")
-    assert main([*plan, str(link)]) == 0
-    assert link.is_symlink()
-    assert load_placement(tmp_path / "placement.json").layers == LAYERS
-    capsys.readouterr()
-    assert f"{device} cannot be written: it is a device" in error_of(capsys, *plan, device)
-    assert f"{tmp_path} cannot be written: it is a folder" in error_of(capsys, *plan, tmp_path)
-    best().save(tmp_path / "best.json")
-    show = ("placement", "show", trace_file, tmp_path / "best.json", "--heatmap")
-    assert f"{device} cannot be written: it is a device" in error_of(capsys, *show, device)
-    assert "a picture goes to a file" in error_of(capsys, *show, "-")
-    assert Path("/dev/null").is_char_device()
-
-
-class FullStream(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize("output", [(), ("--output", "-")])
-def test_a_full_disk_behind_standard_output_is_told(trace_file, capsys, monkeypatch, output):
-    plan = ("placement", "plan", str(trace_file), "--ranks", "4", *output)
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", FullStream())
-        assert main(plan) == 2
-    last_line = capsys.readouterr().err.splitlines()[-1]
-    assert last_line == "narrowcast: standard output cannot be written: No space left on device"
-
-
-def test_a_full_disk_leaves_the_older_plan_and_is_told(trace_file, tmp_path, capsys, monkeypatch):
-    output = tmp_path / "placement.json"
-    best().save(output)
-    before = output.read_bytes()
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for write in ("write_text", "chmod"):
-        with monkeypatch.context() as patched:
-            patched.setattr(Path, write, full)
-            plan = ("placement", "plan", str(trace_file), "--ranks", "8", "--output", str(output))
-            assert main(plan) == 2
-        captured = capsys.readouterr()
-        assert "Wrote" not in captured.out
-        last_line = captured.err.splitlines()[-1]
-        assert last_line == f"narrowcast: {output} cannot be written: No space left on device"
-        assert output.read_bytes() == before
-        assert {path.name for path in tmp_path.iterdir()} == {trace_file.name, output.name}
+    assert f"{path} is not a narrowcast.placement" in error
 
 
 def test_a_placement_with_its_layers_in_another_order_is_judged_by_their_names(
@@ -414,13 +303,15 @@ def test_a_placement_with_its_layers_in_another_order_is_judged_by_their_names(
     assert ["mean", "after", "1.00"] in [row[:3] for row in rows_of(shown[0][0])]
 
 
-def test_a_folder_is_told_from_a_trace_and_from_a_placement(trace_file, tmp_path, capsys):
+def test_a_folder_is_neither_a_trace_nor_a_placement(trace_file, tmp_path, capsys):
     error = error_of(capsys, "trace", "show", tmp_path)
-    assert f"{tmp_path} is no routing trace: it is a folder, due is the safetensors file" in error
+    assert (
+        f"{tmp_path} is not a routing trace: it is a folder, expected the safetensors file" in error
+    )
     error = error_of(capsys, "placement", "show", trace_file, tmp_path)
-    assert "it is a folder, due is the JSON that" in error
+    assert "it is a folder, expected the JSON that" in error
     error = error_of(capsys, "placement", "show", trace_file, trace_file)
-    assert "it is a safetensors file, due is the JSON that" in error
+    assert "it is a safetensors file, expected the JSON that" in error
 
 
 def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
@@ -444,12 +335,12 @@ def test_a_trace_that_no_plan_can_come_of_is_refused_before_any_work(
     assert not (tmp_path / "p").exists()
 
 
-def test_a_truncated_trace_is_told_in_one_line(trace_file, capsys):
+def test_a_truncated_trace_is_refused_in_one_line(trace_file, capsys):
     trace_file.write_bytes(trace_file.read_bytes()[:-100])
     assert f"{trace_file} is damaged" in error_of(capsys, "trace", "show", trace_file)
 
 
-def test_wrong_arguments_are_told_in_one_line(trace_file, tmp_path, capsys):
+def test_wrong_arguments_are_refused_in_one_line(trace_file, tmp_path, capsys):
     missing = tmp_path / "missing"
     assert "no such routing trace" in error_of(capsys, "trace", "show", missing)
     assert "no such placement" in error_of(capsys, "placement", "show", trace_file, missing)
@@ -465,7 +356,7 @@ def test_wrong_arguments_are_told_in_one_line(trace_file, tmp_path, capsys):
         (["--ranks", "4", "--max-load", "0.5"], "max_load = 0.5"),
     ],
 )
-def test_what_cannot_be_planned_is_told_and_nothing_is_written(
+def test_what_cannot_be_planned_is_refused_and_nothing_is_written(
     options, message, trace_file, tmp_path, capsys
 ):
     output = tmp_path / "placement.json"
@@ -474,15 +365,24 @@ def test_what_cannot_be_planned_is_told_and_nothing_is_written(
     assert not output.exists()
 
 
-def test_a_job_is_profiled_with_the_flags_of_torchtitan(monkeypatch):
+def test_a_job_is_profiled_with_the_flags_of_torchtitan(tmp_path, monkeypatch):
     from torchtitan_ext.profile import command as profile_command
 
     calls = []
     monkeypatch.setattr(profile_command, "launch", lambda *arguments: calls.append(arguments) or 3)
-    command = "profile --training.seq_len 8 --ranks 4 --job.config_file x.toml --profile.steps 9 -x"
-    assert main(command.split()) == 3
-    ours = ["--job.config_file", "x.toml", "--profile.steps", "9"]
-    assert calls == [(4, [*ours, "--training.seq_len", "8", "-x"])]
+    file = tmp_path / "x.toml"
+    file.touch()
+    command = f"profile --training.seq_len 8 --ranks 4 --job.config_file {file} --profile.steps 9"
+    assert main([*command.split(), "-x"]) == 3
+    own = ["--job.config_file", str(file), "--profile.steps", "9"]
+    assert calls == [(4, [*own, "--training.seq_len", "8", "-x"])]
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "1")], ids=["no ranks", "one rank"])
+def test_a_profile_of_a_missing_file_names_it_before_it_asks_for_ranks(ranks, tmp_path, capsys):
+    file = tmp_path / "missing.toml"
+    error = error_of(capsys, "profile", "--job.config_file", file, *ranks)
+    assert error == f"narrowcast: --job.config_file {file}: there is no such file"
 
 
 def test_a_profile_without_torchtitan_names_it(capsys, monkeypatch):

@@ -416,7 +416,7 @@ def _replicated_by_ddp() -> None:
 
 def _narrow_both(model: nn.Module) -> None:
     narrow_all_gather(model, compression="delta")
-    narrow_reduce_scatter(model)
+    narrow_reduce_scatter(model, compression="entropy")
 
 
 REFUSED = {

@@ -17,7 +17,8 @@ from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.fsdp2 import is_default, param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import StepVolume, reduce_over_ranks
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import StepVolume
 from narrowcast.wire.packet import Encoded
 from tests.narrowcast.training import Setup, build, narrowed, train
 

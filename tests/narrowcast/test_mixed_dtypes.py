@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast.fsdp2 import param_groups
-from narrowcast.telemetry.ledger import count_volume
+from narrowcast.telemetry.counted import count_volume
 from tests.narrowcast.training import DIM, Experts, Setup, narrowed, same_bits, state_of
 
 SINCE_2_15 = pytest.mark.skipif(torch.__version__ < "2.15", reason="torch 2.15 added it")

@@ -73,7 +73,7 @@ def _skips_a_step(arguments: dict) -> bool:
 
 
 @pytest.mark.parametrize("compression", ["delta", "exponent", "blocks-hash", "entropy", "none"])
-def test_a_rank_that_skips_a_step_trains_on_as_under_plain_fsdp(ranks, compression: str) -> None:
+def test_a_rank_that_skips_a_step_trains_on_as_under_baseline_fsdp(ranks, compression: str) -> None:
     assert ranks(2).run(_skips_a_step, COMPRESSIONS[compression]) == [True] * 2
 
 
@@ -89,12 +89,12 @@ def _skips_where_all_look(skipped: int, seconds_per_byte: float) -> None:
             optimizer.zero_grad()
 
 
-# Within the warm-up, and between two looks; where all shards are narrowed, and where none is.
+# Within the warm-up, and between two choices; where all shards are narrowed, and where none is.
 @pytest.mark.parametrize(
     ("skipped", "link"),
     [(1, SLOW), (4, SLOW), pytest.param(4, FAST, marks=pytest.mark.wide)],
 )
-def test_where_all_ranks_look_at_shards_a_skipped_step_is_an_error_on_all(
+def test_where_all_ranks_sample_shards_a_skipped_step_is_an_error_on_all(
     ranks, skipped: int, link: float
 ) -> None:
     outcomes = ranks(3).outcomes(_skips_where_all_look, skipped, link, timeout_s=SOON_S)
@@ -128,7 +128,7 @@ def _replaces_the_optimizer() -> tuple[int, list[str]]:
     return steps, warnings
 
 
-def test_an_optimizer_that_replaces_the_first_is_followed_and_said(ranks) -> None:
+def test_an_optimizer_that_replaces_the_first_is_followed_with_a_warning(ranks) -> None:
     for steps, warnings in ranks(2).run(_replaces_the_optimizer):
         assert steps == 9
         assert len(warnings) == 2  # one for each new optimizer
@@ -149,7 +149,7 @@ def _replaces_where_only_gradients_are_narrowed() -> int:
 
 
 def test_the_ledger_follows_where_only_gradients_are_narrowed(ranks) -> None:
-    # Nothing tells it before the second step of the new one that there is no other beside it.
+    # Until the second step of the new one, the first may still be used beside it.
     assert ranks(2).run(_replaces_where_only_gradients_are_narrowed) == [4] * 2
 
 
@@ -174,7 +174,7 @@ def test_several_optimizers_are_one_step(ranks) -> None:
 
 
 def _changes_parameters(announces: bool, arguments: dict) -> tuple[bool, list[str]]:
-    """Weights are averaged after the optimizer's step, behind its back."""
+    """Weights are averaged after the optimizer's step."""
 
     def trained(narrows: bool) -> tuple[list[Tensor], list[str]]:
         model = _build()
@@ -198,7 +198,7 @@ def _changes_parameters(announces: bool, arguments: dict) -> tuple[bool, list[st
 
 
 @pytest.mark.parametrize("compression", ["delta", "entropy"])
-def test_the_first_change_that_nobody_announced_is_warned_of(ranks, compression: str) -> None:
+def test_the_first_unannounced_change_is_warned_of(ranks, compression: str) -> None:
     arguments = COMPRESSIONS[compression]
     for equal, warnings in ranks(2).run(_changes_parameters, False, arguments):
         assert equal

@@ -16,7 +16,9 @@ from narrowcast import NarrowcastError
 from narrowcast.allgather import codec
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reducescatter.comm import NarrowReduceScatter
-from narrowcast.telemetry.ledger import Ledger, StepVolume, count_volume
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.step_volume import StepVolume
 from tests.narrowcast.moe.moe_layer import Levels, deduplicated, levels_of_four, random_layer
 from tests.narrowcast.training import Setup, build, narrowed, same_bits, state_of, train
 

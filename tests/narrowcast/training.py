@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 
 from narrowcast import NarrowedGradients, NarrowedModel, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.telemetry.ledger import StepVolume
+from narrowcast.telemetry.step_volume import StepVolume
 
 DIM = 24
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -9,7 +10,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from narrowcast.config import NarrowcastConfig, VolumeConfig
 from tests.narrowcast.autotune.test_controller import SLOW, on_a_link
-from tests.torchtitan_ext.tiny import Trained, train, write_toml
+from tests.torchtitan_ext.tiny import Trained, build, train, write_toml
 from tests.wide import wide_but
 from torchtitan_ext.charts import CHARTS, layout
 
@@ -60,6 +61,36 @@ def test_every_chart_has_data_and_all_data_a_chart(ranks, folder: Path, job: str
     for tag in undrawn:
         assert tag == "narrowcast/cache_bytes"  # is 0 where nothing is cached
         assert not any(event.value for event in accumulator.Scalars(tag))
+
+
+def test_changes_and_zeros_are_counted_in_the_steps_that_are_logged(ranks, folder: Path) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / "every_second")
+    flags = (*GATHERS, "delta", *GRADIENTS, "--metrics.log_freq", "2")
+    ranks(2).run(_train, str(toml), *flags)
+    (events,) = (folder / "every_second" / "tb").rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    steps = {
+        tag: [event.step for event in accumulator.Scalars(f"narrowcast/{tag}")]
+        for tag in ("zero_gradients", "changed_values/attention")
+    }
+    # Nothing is cached yet in the first step.
+    assert steps == {"zero_gradients": [1, 2, 4], "changed_values/attention": [2, 4]}
+
+
+def _sample_interval(toml: str, *flags: str) -> int:
+    found: list[int] = []
+
+    def look_up(trainer: Any) -> None:
+        found.append(trainer.metrics_processor.ledger.sample_interval)
+
+    build(toml, *flags, then=look_up)
+    return found[0]
+
+
+def test_nothing_is_counted_that_nobody_reads(ranks, folder: Path) -> None:
+    toml = str(write_toml(folder, folder / "corpus", folder / "unread"))
+    assert ranks(2).run(_sample_interval, toml, "--metrics.log_freq", "7") == [7, 7]
+    assert ranks(2).run(_sample_interval, toml, "--metrics.no-enable_tensorboard") == [0, 0]
 
 
 def _charts(accumulator: EventAccumulator) -> dict[str, list[str]]:

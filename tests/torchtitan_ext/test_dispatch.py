@@ -1,4 +1,4 @@
-"""Tokens cross once to each rank in torchtitan's own trainer."""
+"""Tokens are sent once to each rank in torchtitan's own trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from narrowcast.moe.routing_error import RoutingError
 from narrowcast.placement.trace import RoutingTrace, load_trace
-from narrowcast.telemetry.ledger import Ledger, reduce_over_ranks
+from narrowcast.telemetry.ledger import Ledger
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.test_placement import (
@@ -42,13 +43,11 @@ ACCUMULATED = ("--training.global_batch_size", "4")
 
 def _assert_close(one: list[Trained], other: list[Trained]) -> None:
     """As near as sums in another order leave a few steps of AdamW."""
-    for ours, theirs in zip(one, other, strict=True):
-        assert ours.losses == pytest.approx(theirs.losses[: len(ours.losses)], rel=1e-4)
-        assert ours.metrics[0]["grad_norm"] == pytest.approx(
-            theirs.metrics[0]["grad_norm"], rel=1e-3
-        )
-        assert ours.state.keys() == theirs.state.keys()
-        assert [t.shape for t in ours.state.values()] == [t.shape for t in theirs.state.values()]
+    for a, b in zip(one, other, strict=True):
+        assert a.losses == pytest.approx(b.losses[: len(a.losses)], rel=1e-4)
+        assert a.metrics[0]["grad_norm"] == pytest.approx(b.metrics[0]["grad_norm"], rel=1e-3)
+        assert a.state.keys() == b.state.keys()
+        assert [t.shape for t in a.state.values()] == [t.shape for t in b.state.values()]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_training_is_that_of_torchtitan_but_for_the_order_of_sums(
     flags: tuple[str, ...],
     ours: tuple[str, ...],
 ) -> None:
-    """And repeats to the bit."""
+    """And a second run is bitwise identical."""
     where = f"{config}{world_size}{len(flags)}"
     plain = once(ranks(world_size), folder, *UNCLIPPED, *flags, config=config)
     flags = (*flags, "--training.steps", "2")
@@ -89,24 +88,24 @@ def test_training_is_that_of_torchtitan_but_for_the_order_of_sums(
 
 
 @pytest.mark.parametrize("kind", ["full", "selective"])
-def test_recomputed_tokens_go_the_same_way(ranks, folder: Path, kind: str) -> None:
-    """With shared experts, which are computed once in each forward, while rows are under way."""
+def test_recomputed_tokens_take_the_same_path(ranks, folder: Path, kind: str) -> None:
+    """With shared experts, which are computed once in each forward, while rows are being sent."""
     flags = (*UNCLIPPED, *EP2, *ACCUMULATED, *DEDUPLICATED, "--training.steps", "2")
     toml = _toml(folder, f"recomputed-{kind}", "deepseek")
     with Path(toml).open("a") as file:
         file.write(f'[activation_checkpoint]\ntype = "{kind}"\n')
     runs = once(ranks(2), folder, *flags, config="deepseek"), ranks(2).run(train, toml, *flags)
-    for kept, recomputed in zip(*runs, strict=True):
-        assert kept.losses == recomputed.losses
-        assert same_bits(list(kept.state.values()), list(recomputed.state.values()))
-    kept, recomputed = (
+    for saved, recomputed in zip(*runs, strict=True):
+        assert saved.losses == recomputed.losses
+        assert same_bits(list(saved.state.values()), list(recomputed.state.values()))
+    saved, recomputed = (
         [run[0].metrics[0][f"narrowcast/bytes/{name}"] for name in ("dispatch", "combine")]
         for run in runs
     )
-    if kind == "selective":  # torchtitan keeps what has crossed
-        assert recomputed == kept
+    if kind == "selective":  # torchtitan saves what was sent
+        assert recomputed == saved
     else:
-        assert all(new > old for new, old in zip(recomputed, kept, strict=True))
+        assert all(new > old for new, old in zip(recomputed, saved, strict=True))
 
 
 def _wrong_expert(expert_id: int) -> str:
@@ -129,15 +128,17 @@ def _wrong_expert(expert_id: int) -> str:
 @pytest.mark.parametrize(
     ("expert_id", "named"), [(2, "slot 3 twice"), (-1, "slot -1, but"), (4, "slot 4, but")]
 )
-def test_an_expert_that_cannot_be_is_told_on_every_rank(ranks, expert_id: int, named: str) -> None:
-    """Under a placement, whose table of slots is no place to look such experts up."""
+def test_an_expert_that_does_not_exist_is_one_error_on_every_rank(
+    ranks, expert_id: int, named: str
+) -> None:
+    """Under a placement, whose table of slots has no entry for such experts."""
     one, other = ranks(2).run(_wrong_expert, expert_id)
     assert one == other
     assert one.startswith(f"rank 1: token 1 is routed to {named}")
 
 
-def test_shared_experts_are_computed_while_rows_are_under_way(ranks, folder: Path) -> None:
-    """Once in a forward, between departure and arrival; in backward their gradients too."""
+def test_shared_experts_are_computed_while_rows_are_being_sent(ranks, folder: Path) -> None:
+    """Once in a forward, between start and wait; in backward their gradients too."""
     flags = (*EP2, *DEDUPLICATED, "--training.steps", "1")
     for events in ranks(2).run(_events, _toml(folder, "events", "deepseek"), *flags):
         shared = [i for i, event in enumerate(events) if event.startswith("shared")]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowcast.telemetry.ledger import COLLECTIVES
+from narrowcast.telemetry.step_volume import COLLECTIVES
 from narrowcast.util import aligned
 from torchtitan_ext.benchmarks.runs import Run
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.allgather.gather import Gather
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.util import aligned
 from narrowcast.wire import exchange
@@ -108,7 +109,7 @@ def measure(ranks: int, groups: int) -> Scale:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
     clocks = [
         _Clock(NarrowAllGather, "__call__"),
-        _Clock(NarrowAllGather, "_finish"),
+        _Clock(Gather, "finish"),
         _Clock(NarrowReduceScatter, "__call__"),
     ]
     gather, decode, reduction = clocks

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from narrowcast.autotune.solver import Choice, Group
+from narrowcast.autotune.problem import Choice, Group
 from narrowcast.util import aligned
 from torchtitan_ext import compat
 from torchtitan_ext.benchmarks.command_line import make_job_parser, write_json

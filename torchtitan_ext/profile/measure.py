@@ -11,9 +11,10 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.trainer import Trainer
 
-from narrowcast.autotune import calibration, change_profile, solver
+from narrowcast.autotune import calibration, change_profile, choice_report
 from narrowcast.fsdp2 import ParamGroup, param_groups
-from narrowcast.telemetry.ledger import StepVolume, reduce_over_ranks
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import StepVolume
 from torchtitan_ext.across_ranks import gathered
 from torchtitan_ext.profile.job import STEPS, STEPS_FLAG, observed_job
 from torchtitan_ext.profile.recommendation import recommend
@@ -73,7 +74,7 @@ def profile(config: Trainer.Config, steps: int = STEPS) -> dict[str, Any]:
             "job": _job(trainer, watch, steps),
             **_report(by_rank, watch, volume, observed.narrowcast.all_gather.warmup_steps),
             "calibration": calibration.as_json(controller.calibration),
-            "selection": solver.as_json(controller.problem, controller.choice),
+            "selection": choice_report.as_json(controller.problem, controller.choice),
             "reductions": [
                 {**dataclasses.asdict(one), "is_worthwhile": one.is_worthwhile}
                 for one in controller.reductions
@@ -96,7 +97,7 @@ def _trained(trainer: Any, groups: Sequence[ParamGroup], steps: int) -> StepWatc
     """Train the whole job, observed."""
     switches = trainer.config.narrowcast.all_gather
     # More than training has room for; steps are timed after the choice, when there are no samples.
-    trainer.narrowed.selection.sampler.pieces_a_step = _SAMPLES_A_STEP
+    trainer.narrowed.selection.sampler.chunks_per_step = _SAMPLES_A_STEP
     recorder = change_profile.ChangeRecorder(groups, switches.block_size)
     watch = StepWatch(trainer, groups, recorder, switches.warmup_steps)
     trainer.optimizers.register_step_post_hook(lambda *_: watch.after_step())

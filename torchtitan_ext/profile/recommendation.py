@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from narrowcast.autotune.gradients import Reduction, is_worthwhile
-from narrowcast.autotune.solver import Choice, Group
+from narrowcast.autotune.problem import Choice, Group
 from narrowcast.config import AllGatherConfig, NarrowcastConfig
 from torchtitan_ext.toml.writer import to_lines
 

@@ -71,7 +71,7 @@ class StepWatch:
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
         self.recorder.after_step(step, settled=step > self._warmup)
         if step == self._warmup:
-            self._trainer.narrowed.selection.sampler.pieces_a_step = 0.0
+            self._trainer.narrowed.selection.sampler.chunks_per_step = 0.0
             self._profiler.start()
             self._is_profiling = True
         util.now(self._trainer.device)

@@ -1,6 +1,6 @@
 """Writes the tables of narrowcast's sections in docs/toml.md from the dataclasses themselves.
 
-`python -m torchtitan_ext.toml.reference docs/toml.md`
+``python -m torchtitan_ext.toml.reference docs/toml.md``
 """
 
 import sys

@@ -2,33 +2,30 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from narrowcast.attribution import CALLER, counted_as
-from narrowcast.telemetry.ledger import all_reduce_bytes
+from narrowcast.allgather.comm import NarrowAllGather
+from narrowcast.attribution import counted_by_caller
 from narrowcast.wire.exchange import largest_sizes
-
-if TYPE_CHECKING:
-    from narrowcast.allgather.comm import NarrowAllGather
 
 
 @dataclass
 class Announcer:
     """Exchanges the sizes of what the ranks of a process group have prepared, in one collective.
 
-    It is due at the first gather of a forward, which every rank knows from the order of gathers.
+    It does so before the first gather of a forward, which every rank knows from the order of
+    gathers.
 
     Attributes:
         comms: of the parameter groups that these ranks shard.
         on_forward: is called first; what it prepares is announced.
     """
 
-    comms: list["NarrowAllGather"]
+    comms: list[NarrowAllGather]
     on_forward: Callable[[], None]
     _after_backward: bool = True
-    _gathered: set["NarrowAllGather"] = field(default_factory=set)
+    _gathered: set[NarrowAllGather] = field(default_factory=set)
 
-    def before(self, comm: "NarrowAllGather") -> None:
+    def before(self, comm: NarrowAllGather) -> None:
         """A group is about to be gathered."""
         if comm.group.in_backward:
             self._after_backward = True
@@ -45,13 +42,11 @@ class Announcer:
         if not comms:
             return
         states = [comm.whole_state() for comm in comms]
-        first, ledger = comms[0], comms[0].ledger
+        sizes = [state.next_size for state in states]
+        first = comms[0]
         process_group = first.group.process_group
-        with counted_as(CALLER):
-            sizes = [state.next_size for state in states]
-            largest = largest_sizes(sizes, process_group, first.group.device, first.waits)
-        if ledger is not None:
-            sent_bytes = all_reduce_bytes(8 * len(sizes), process_group.size())
-            ledger.add("all_gather", sent_bytes, plain_bytes=0)
+        with counted_by_caller():
+            largest = largest_sizes(sizes, process_group, first.group.device, first.wait)
+        first.telemetry.on_small_all_reduce(8 * len(sizes), process_group)
         for state, size in zip(states, largest, strict=True):
             state.padded_size = size

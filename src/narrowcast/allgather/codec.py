@@ -1,22 +1,22 @@
-"""Encode one shard given what its receivers keep, and decode it again, bit for bit.
+"""Encodes a chunk given what its receivers have cached, and decodes it bitwise identical.
 
-Pure functions on tensors. A shard is seen as ``bits_N``, the integer view of its floats. What a
-receiver keeps of a shard, ``cached_N``, is what the sender last sent: the values (same integers),
-the exponents (uint8), or nothing. The sender knows it, and sends only what it leaves open:
+Pure functions on tensors. A chunk is given as ``bits_N``, the integer view of its floats. What a
+receiver caches of a chunk, ``cached_N``, is what the sender sent last: the values (the same
+integers), the exponents (uint8), or nothing. The sender knows it, and sends only what is missing:
 
-    compression  cached       sent
-    raw        nothing    the bits
-    coded      nothing    sign-and-mantissa plane, entropy-coded exponents
-    exponent   exponents  sign-and-mantissa plane, and of the exponents either
-                            blocks:      a bitmap and the entropy-coded exponents of changed blocks
-                                         (CIERA, section 3.1 and algorithm 1), or
-                            difference:  the entropy-coded difference to the cached exponents
-    value      values     the entropy-coded difference of the bit patterns, on integers in the order
-                          of the floats, one byte plane after the other
+    compression  cached     sent
+    none         nothing    the bits
+    entropy      nothing    sign-and-mantissa plane, entropy-coded exponents
+    exponent     exponents  sign-and-mantissa plane, and of the exponents, by ``exponent_coding``,
+                              blocks:  a bitmap and the entropy-coded exponents of changed blocks
+                                       (CIERA, section 3.1 and algorithm 1), or
+                              delta:   the entropy-coded difference to the cached exponents
+    delta        values     the entropy-coded difference of the bit patterns, on integers in the
+                            order of the floats, one byte plane after the other
 
-What does not change is not sent: an ``exponent`` shard without new exponents has no exponent
-section, and an unchanged ``delta`` shard has no section at all. The first time, and whenever the
-compression would not win, a simpler form is used: nothing is ever larger than raw.
+What does not change is not sent: an ``exponent`` chunk without new exponents has no exponent
+section, and the section of an unchanged ``delta`` chunk is empty. The first time, and where the
+compression would save nothing, a simpler form is used: no chunk is ever sent larger than its bits.
 """
 
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class Scheme:
     """How a shard is compressed; the same on every rank of its group.
 
     Attributes:
-        compression: what receivers keep.
-        exponent_coding: of ``exponent`` only: how changed exponents cross.
-        block_size: values a block, of ``exponent_coding = "blocks"``.
-        block_check: how a sender notices a changed block: it keeps the exponents it last sent and
-            compares, which is exact and faster, or it keeps a 128-bit hash of each block. (The
-            hash costs some thousand small tensor operations a shard, however small it is.)
+        compression: what receivers cache, and so what need not be sent.
+        exponent_coding: for ``exponent`` only: how changed exponents are sent.
+        block_size: values a block, for ``exponent_coding = "blocks"``.
+        block_check: how a sender finds the changed blocks: it caches the exponents that it sent
+            last and compares, which is exact and faster, or it caches a 128-bit hash of each block.
+            (Hashing takes some thousand small tensor operations, however small the chunk is.)
     """
 
     compression: Compression
@@ -56,7 +56,7 @@ class Scheme:
 
     @property
     def forms(self) -> set[Form]:
-        """The forms in which a shard may come."""
+        """The forms in which a chunk may arrive."""
         if self.compression == "none":
             return {Form.RAW}
         if self.compression == "entropy":
@@ -69,20 +69,20 @@ class Scheme:
 
     @property
     def caches_hashes(self) -> bool:
-        """Whether the sender keeps hashes where its receivers keep exponents."""
+        """Whether the sender caches hashes where its receivers cache exponents."""
         uses_blocks = self.compression == "exponent" and self.exponent_coding == "blocks"
         return uses_blocks and self.block_check == "hash"
 
 
 def receiver_cache(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
-    """What is cached of a shard that was just received."""
+    """What is cached of a chunk that was just received."""
     if scheme.compression == "delta":
         return bits_N
     return floats.exponents(bits_N, layout) if scheme.compression == "exponent" else None
 
 
 def sender_cache(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor | None:
-    """What is cached of a shard that was just sent, to encode the next one with."""
+    """What is cached of a chunk that was just sent, to encode the next one with."""
     if scheme.caches_hashes:
         return block_hashes(floats.exponents(bits_N, layout), scheme.block_size)
     return receiver_cache(bits_N, scheme, layout)
@@ -91,11 +91,11 @@ def sender_cache(bits_N: Tensor, scheme: Scheme, layout: FloatLayout) -> Tensor 
 def encode(
     bits_N: Tensor, cached: Tensor | None, scheme: Scheme, layout: FloatLayout, coder: Coder
 ) -> Encoded:
-    """Encodes one shard.
+    """Encodes a chunk.
 
     Args:
-        bits_N: the shard as integers of ``layout.bits``.
-        cached: what ``sender_cache`` of the shard that was sent before; ``None`` if none was.
+        bits_N: the chunk as integers of ``layout.bits``.
+        cached: ``sender_cache`` of the chunk that was sent before; ``None`` if none was.
     """
     if scheme.compression == "none" or bits_N.numel() == 0:
         return encode_raw(bits_N)
@@ -124,10 +124,10 @@ def decode(
     """The bits of shape (N,) that ``encode`` was given.
 
     Args:
-        cached_N: what ``receiver_cache`` of the shard that was received before.
+        cached_N: ``receiver_cache`` of the chunk that was received before; ``None`` if none was.
 
     Raises:
-        ValueError: the sections do not fit the form (``CoderError`` where the coder says so).
+        ValueError: the sections do not fit the form (``CoderError`` where the coder finds it).
     """
     if encoded.form not in scheme.forms:
         raise ValueError(f"{encoded.form.name} arrived under compression {scheme.compression}")
@@ -161,8 +161,9 @@ def decode(
 
 def encode_entropy(bits_N: Tensor, layout: FloatLayout, coder: Coder) -> Encoded:
     plane = floats.sign_mantissa(bits_N, layout)
-    return _no_larger_than_raw(
-        Encoded(Form.ENTROPY, (plane, _code(floats.exponents(bits_N, layout), coder))), bits_N
+    return _no_larger_than_bits(
+        Encoded(Form.ENTROPY, (plane, _entropy_coded(floats.exponents(bits_N, layout), coder))),
+        bits_N,
     )
 
 
@@ -170,7 +171,7 @@ def encode_delta(bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, coder: C
     if torch.equal(bits_N, cached_N):
         return Encoded(Form.DELTA, (bits_N.new_empty(0, dtype=torch.uint8),))
     planes = floats.byte_planes(floats.zigzag_difference(bits_N, cached_N, layout))
-    return _no_larger_than_raw(Encoded(Form.DELTA, (_code(planes, coder),)), bits_N)
+    return _no_larger_than_bits(Encoded(Form.DELTA, (_entropy_coded(planes, coder),)), bits_N)
 
 
 def encode_exponent_delta(
@@ -178,26 +179,26 @@ def encode_exponent_delta(
 ) -> Encoded:
     plane = floats.sign_mantissa(bits_N, layout)
     difference = floats.exponents(bits_N, layout).sub_(cached_N)
-    section = _code(difference, coder) if difference.any() else difference[:0]
-    return _no_larger_than_raw(Encoded(Form.EXPONENT_DELTA, (plane, section)), bits_N)
+    section = _entropy_coded(difference, coder) if difference.any() else difference[:0]
+    return _no_larger_than_bits(Encoded(Form.EXPONENT_DELTA, (plane, section)), bits_N)
 
 
 def encode_exponent_blocks(
     bits_N: Tensor, changed_B: Tensor, block_size: int, layout: FloatLayout, coder: Coder
 ) -> Encoded:
-    """``changed_B``: one bool a block of ``block_size`` values, from ``changed_blocks`` or from
-    comparing ``block_hashes``."""
+    """Algorithm 1 of CIERA, sender. ``changed_B`` has one bool a block of ``block_size`` values,
+    from ``changed_blocks`` or from comparing ``block_hashes``."""
     plane = floats.sign_mantissa(bits_N, layout)
     exponents_BS = _to_blocks(floats.exponents(bits_N, layout), block_size)
     changed = exponents_BS[changed_B].view(-1)
-    sections = (plane, _pack_bits(changed_B), _code(changed, coder))
-    return _no_larger_than_raw(Encoded(Form.EXPONENT_BLOCKS, sections), bits_N)
+    sections = (plane, _pack_bits(changed_B), _entropy_coded(changed, coder))
+    return _no_larger_than_bits(Encoded(Form.EXPONENT_BLOCKS, sections), bits_N)
 
 
 def changed_blocks(exponents_N: Tensor, cached_N: Tensor, block_size: int) -> Tensor:
     """Which blocks hold a changed exponent, by direct comparison: bool of shape (B,).
 
-    Exact, and faster than hashing; for a sender that keeps the exponents it last sent.
+    Exact, and faster than hashing, for a sender that caches the exponents that it sent last.
     """
     return (_to_blocks(exponents_N, block_size) != _to_blocks(cached_N, block_size)).any(dim=1)
 
@@ -205,8 +206,8 @@ def changed_blocks(exponents_N: Tensor, cached_N: Tensor, block_size: int) -> Te
 def block_hashes(exponents_N: Tensor, block_size: int) -> Tensor:
     """A 128-bit hash of each block of exponents: int64 of shape (B, 2).
 
-    Two independent SplitMix64 hashes (CIERA, section 3.1), for a sender that keeps no exponents:
-    16 bytes a block in place of one a value. A block counts as unchanged when its hash is; a
+    Two independent SplitMix64 hashes (CIERA, section 3.1), for a sender that caches no exponents:
+    16 bytes a block in the place of one a value. A block counts as unchanged if its hash is; a
     collision has probability 2**-128.
     """
     blocks = _to_blocks(exponents_N, block_size)
@@ -241,7 +242,7 @@ def _decode_exponents(section: Tensor, num_values: int, coder: Coder) -> Tensor:
 def _replace_blocks(
     cached_N: Tensor, bitmap: Tensor, section: Tensor, block_size: int, coder: Coder
 ) -> Tensor:
-    """Algorithm 1, receiver: the cached exponents with the blocks of ``bitmap`` replaced."""
+    """Algorithm 1 of CIERA, receiver: the cached exponents with changed blocks replaced."""
     num_blocks = -(-cached_N.numel() // block_size)
     _expect_size(bitmap, (num_blocks + 7) // 8, "bitmap")
     changed_B = _unpack_bits(bitmap, num_blocks)
@@ -254,13 +255,13 @@ def _replace_blocks(
     return exponents_BS.view(-1)[: cached_N.numel()]
 
 
-def _code(data: Tensor, coder: Coder) -> Tensor:
+def _entropy_coded(data: Tensor, coder: Coder) -> Tensor:
     return coder.encode(data) if data.numel() else data
 
 
-def _no_larger_than_raw(encoded: Encoded, bits_N: Tensor) -> Encoded:
-    raw_size = bits_N.numel() * bits_N.element_size()
-    return encoded if encoded.size < raw_size else encode_raw(bits_N)
+def _no_larger_than_bits(encoded: Encoded, bits_N: Tensor) -> Encoded:
+    size_of_bits = bits_N.numel() * bits_N.element_size()
+    return encoded if encoded.size < size_of_bits else encode_raw(bits_N)
 
 
 def _expect_size(section: Tensor, size: int, name: str) -> None:

@@ -1,16 +1,16 @@
-"""Caches in host memory: on the device ahead of their use, and out again where they changed.
+"""Caches in host memory, copied to the device ahead of their use, and back where they changed.
 
-    gather of A starts     finish of A                              gather of B starts
-    A is fetched, unless   B is fetched; rank after rank A is       B is on its way, or there
-    it was predicted        decoded, copied out if changed, freed
+    gather of A starts      finish of A                             gather of B starts
+    A is fetched, unless    B is fetched; rank after rank A is      B arrives, or has arrived
+    it was predicted        decoded, copied back if changed, freed
 
-So the device holds the caches of two groups at most, and of those whose gathers are under way; the
-host holds all. All copies of a model take one side stream, in the order in which they were asked
-for: a buffer in host memory is never read before it was written nor overwritten before it was read,
+So the device holds the caches of two groups at most, besides those whose gathers are pending; the
+host holds all. All copies of a model are on one side stream, in the order in which they were asked
+for: a buffer in host memory is never read before it is written nor overwritten before it is read,
 and needs no event of its own. (One stream uses the link in one direction at a time.)
 
-On a CPU device caches are in host memory anyhow, and nothing is copied. The streams have not run on
-a GPU yet: the tests run them on a device that is emulated, with memory that is reused at once.
+On a CPU device the caches are in host memory already, and nothing is copied. The streams have not
+run on a GPU yet: the tests run them on an emulated device whose freed memory is reused at once.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ from torch import Tensor, cuda
 
 @dataclass(frozen=True)
 class Arriving:
-    """Tensors on their way to the device. They are there once the event is; ``None``: already."""
+    """Tensors that are being copied to the device, until the event; ``None``: they are there."""
 
     tensors: list[Tensor | None]
     event: cuda.Event | None
@@ -31,31 +31,31 @@ class Arriving:
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies between a device and host memory, beside what the device computes.
+    """Copies between a device and host memory, while the device computes.
 
     Attributes:
-        stream: takes all copies, of pinned memory; ``None``, of devices other than CUDA: each copy
-            is done before anything else.
+        stream: for all copies, of pinned memory; ``None`` on devices other than CUDA, where each
+            copy is complete when its call returns.
     """
 
     device: torch.device
     stream: cuda.Stream | None = None
 
     def to_host(self, tensor: Tensor, buffer: Tensor | None) -> Tensor:
-        """Copies ``tensor`` into ``buffer``, host memory of its shape; ``None``: into a new one."""
+        """Copies a tensor into a buffer of its shape in host memory; ``None``: into a new one."""
         if buffer is None:
             pinned = self.stream is not None
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         if self.stream is None:
             return buffer.copy_(tensor)
-        self.stream.wait_stream(cuda.current_stream(self.device))  # which still writes the tensor
+        self.stream.wait_stream(cuda.current_stream(self.device))  # which may still write it
         with cuda.stream(self.stream):
             buffer.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.stream)  # whoever frees it, its memory lasts until it is copied
+        tensor.record_stream(self.stream)  # its memory must last until it is copied
         return buffer
 
     def to_device(self, buffers: list[Tensor | None]) -> Arriving:
-        """Starts to copy to the device; it waits for nothing but the copies before it."""
+        """Starts copies to the device, which wait for earlier copies alone."""
         with cuda.stream(self.stream) if self.stream is not None else nullcontext():
             tensors = [None if buffer is None else self._copy(buffer) for buffer in buffers]
             event = self.stream.record_event() if self.stream is not None else None
@@ -72,12 +72,12 @@ class HostCopies:
             current.wait_event(arriving.event)
             for tensor in arriving.tensors:
                 if tensor is not None:
-                    tensor.record_stream(current)  # no later copy may take its memory before
+                    tensor.record_stream(current)  # no later copy may reuse its memory before
         return arriving.tensors
 
 
 def host_copies(device: torch.device, cache_device: str) -> HostCopies | None:
-    """How caches get to ``cache_device`` and back; ``None`` where they need not move.
+    """How caches are copied to ``cache_device`` and back; ``None`` where they need not move.
 
     Args:
         cache_device: ``device`` or ``cpu``.
@@ -88,10 +88,10 @@ def host_copies(device: torch.device, cache_device: str) -> HostCopies | None:
 
 
 class ShardCache:
-    """What is cached of a group's shards: for each rank and each run a tensor; ``None`` when cold.
+    """The cache of a group's shards: a tensor for each rank and chunk, ``None`` while it is cold.
 
-    ``cached[rank]`` is what stays: tensors on the device or, with ``copies``, buffers in host
-    memory, which last until ``clear`` and are written over.
+    ``cache[rank]`` is a list of tensors on the device or, with ``copies``, of buffers in host
+    memory, which last until ``clear`` and are overwritten.
     """
 
     def __init__(self, num_ranks: int, num_chunks: int, copies: HostCopies | None = None) -> None:
@@ -111,10 +111,9 @@ class ShardCache:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def fetch(self, ranks: Iterable[int] | None = None) -> None:
-        """Starts to bring the rows of some ranks, or of all, to the device, ahead of ``take``.
+        """Starts to copy the rows of some ranks, or of all, to the device, ahead of ``take``.
 
-        It never raises for want of memory, where a rank that raises alone would leave the others
-        waiting: ``take`` will ask again.
+        Does not raise where the device has no memory left: ``take`` will try again.
         """
         if self._copies is None:
             return
@@ -124,38 +123,40 @@ class ShardCache:
                     self._arriving[rank] = self._copies.to_device(self._rows[rank])
 
     def take(self, rank: int) -> list[Tensor | None]:
-        """One row on the device, whose memory is the caller's to free."""
+        """The row of one rank on the device. A copy is freed when the caller drops it."""
         if self._copies is None:
             return self._rows[rank]
         arriving = self._arriving.pop(rank, None) or self._copies.to_device(self._rows[rank])
         return self._copies.arrived(arriving)
 
     def store(self, rank: int, chunk: int, tensor: Tensor) -> None:
-        """Keeps a tensor, in the place of one of the same shape if there is any."""
+        """Caches a tensor, in the place of one of the same shape if there is any."""
         row = self._rows[rank]
         if self._copies is not None:
-            self._arriving.pop(rank, None)  # what was fetched meanwhile is out of date
+            self._arriving.pop(rank, None)  # a copy that was fetched meanwhile is stale
             row[chunk] = self._copies.to_host(tensor, row[chunk])
         elif row[chunk] is None:
             row[chunk] = tensor
         else:
-            row[chunk].copy_(tensor)  # in place: fresh memory would cost page faults
+            row[chunk].copy_(tensor)  # in place, since fresh memory costs page faults
 
-    def leave(self) -> None:
+    def drop_fetched(self) -> None:
         """Frees what was fetched and not taken."""
         self._arriving.clear()
 
     def clear(self) -> None:
         """Drops all that is cached."""
-        self.leave()
+        self.drop_fetched()
         self._rows = [[None] * len(row) for row in self._rows]
 
 
 @dataclass
 class Prefetcher:
-    """Fetches for each gather, and then for the one that came next the last time that the same two
-    gathers came one after the other, which tells forward from backward. A group that is gathered
-    twice in a row is fetched when its gather starts.
+    """Fetches the cache of each gather ahead, by predicting the order of gathers.
+
+    The next gather is predicted to be the one that followed the last time that the same two gathers
+    followed each other: two, since one does not distinguish forward from backward. A group that is
+    gathered twice in a row is fetched when its gather starts.
     """
 
     _next: dict[tuple[ShardCache | None, ShardCache | None], ShardCache] = field(
@@ -164,25 +165,24 @@ class Prefetcher:
     _last: tuple[ShardCache | None, ShardCache | None] = (None, None)
     _predicted: ShardCache | None = None
 
-    def starts(self, cached: ShardCache) -> None:
-        """A gather is about to start: the link gives the time to fetch what it will need."""
-        if self._predicted is not None and self._predicted is not cached:
-            self._predicted.leave()
+    def starts(self, cache: ShardCache) -> None:
+        """A gather is about to start: its cache is fetched while the link is busy."""
+        if self._predicted is not None and self._predicted is not cache:
+            self._predicted.drop_fetched()
         self._predicted = None
-        self._next[self._last] = cached
-        self._last = (self._last[1], cached)
-        cached.fetch()
+        self._next[self._last] = cache
+        self._last = (self._last[1], cache)
+        cache.fetch()
 
-    def finishes(self, cached: ShardCache) -> None:
+    def finishes(self, cache: ShardCache) -> None:
         """A gather is about to be waited for. Only the last that started predicts the next one."""
-        if self._last[1] is cached and self._last in self._next:
+        if self._last[1] is cache and self._last in self._next:
             self._predicted = self._next[self._last]
             self._predicted.fetch()
 
     def forget(self) -> None:
-        """For groups whose ``ShardCache`` are replaced: what was learned holds on to the old
-        ones."""
+        """Forgets the order of gathers, which refers to caches that are replaced now."""
         if self._predicted is not None:
-            self._predicted.leave()
+            self._predicted.drop_fetched()
         self._next.clear()
         self._last, self._predicted = (None, None), None

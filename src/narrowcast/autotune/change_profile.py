@@ -1,11 +1,11 @@
 """How often exponents change from step to step, counted (CIERA, sections 2.2 to 2.5).
 
-Every rank looks at all of its own shards after each step of the optimizer, as they would be
-gathered, and keeps their exponents, a byte a value, until the next. Nothing is sent: what the ranks
-have counted is put together by ``merged``.
+After each step of the optimizer every rank compares all of its own shards, as they would be
+gathered, with their exponents of the step before, of which it caches a byte per value. Nothing is
+sent: ``merged`` puts the counts of all ranks together.
 
 Shards on more ranks are projected as in the paper, by dividing each shard further; shards on fewer
-are those of neighbours, joined.
+ranks are those of neighbouring ranks, joined.
 """
 
 import statistics
@@ -28,7 +28,7 @@ from narrowcast.wire.floats import FloatLayout
 BLOCK_SIZES = (64, 128, 256, 512, 1024, 2048, 4096)  # each divides the next
 FACTORS = (2, 4, 8)  # of larger world sizes to that of the job
 INTERVALS = range(1, 11)  # steps from one check to the next
-ALL = "all"  # in the place of a kind of shard
+ALL = "all"  # in the place of a type of shard
 
 _SAMPLE = 1 << 20  # values of a rank, for ``INTERVALS``
 _REPEATS = 3
@@ -40,19 +40,20 @@ def any_of_each(flags_N: Tensor, size: int) -> Tensor:
 
 
 def part_size(num_values: int, factor: int) -> int:
-    """Values on each rank where those of one are divided over ``factor`` ranks."""
+    """Values on each rank where those of one rank are divided over ``factor`` ranks."""
     return max(-(-num_values // factor), 1)
 
 
 def count(changed_N: Tensor, block_size: int) -> Tensor:
-    """What changed of a shard, int64 of shape (2 + len(BLOCK_SIZES) + len(FACTORS),).
+    """Counts what changed of a shard.
 
     Args:
-        changed_N: of each value, whether its exponent changed.
+        changed_N: whether the exponent of each value changed.
 
     Returns:
-        Changed values, changed blocks of ``block_size``, of each of ``BLOCK_SIZES``, and changed
-        parts where the shard is divided over each of ``FACTORS``.
+        Numbers of changed values, of changed blocks of ``block_size`` and of each of
+        ``BLOCK_SIZES``, and of changed parts where the shard is divided over each of ``FACTORS``:
+        int64 of shape (2 + len(BLOCK_SIZES) + len(FACTORS),).
     """
     flags = [changed_N, any_of_each(changed_N, block_size)]
     blocks, width = changed_N, 1
@@ -64,7 +65,7 @@ def count(changed_N: Tensor, block_size: int) -> Tensor:
 
 
 def sizes(num_values: int, block_size: int) -> list[int]:
-    """Of how many each number of ``count`` is."""
+    """The totals that the numbers of ``count`` are to be divided by."""
     lengths = [1, block_size, *BLOCK_SIZES]
     lengths += [part_size(num_values, factor) for factor in FACTORS]
     return [-(-num_values // length) for length in lengths]
@@ -72,14 +73,14 @@ def sizes(num_values: int, block_size: int) -> list[int]:
 
 @dataclass
 class ShardRecord:
-    """One rank's shard of one parameter, over the steps that count for all but figure 2.
+    """One rank's shard of one parameter, over the settled steps, which figure 2 alone extends.
 
     Attributes:
         ranks: over which the parameter is sharded.
-        place: of this rank among them.
-        values: of the padded shard.
-        changed_steps: of each step, whether any exponent changed.
-        counts: of ``count``, summed over the steps.
+        place: index of this rank among them.
+        values: size of the padded shard.
+        changed_steps: whether any exponent changed, for each step.
+        counts: results of ``count``, summed over the steps.
     """
 
     name: str
@@ -90,17 +91,20 @@ class ShardRecord:
     counts: list[int] = field(default_factory=list)
 
     def block_rate(self, block_size: int) -> float:
-        """Of all its blocks and steps, the share that changed."""
+        """The share of all its blocks and steps that changed."""
         return self.counts[1] / (sizes(self.values, block_size)[1] * len(self.changed_steps))
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one rank has counted.
+    """The counts of one rank.
 
     Attributes:
-        steps: by step, by kind of shard: values, and those whose exponent changed.
-        intervals: by steps from one check to the next, the same of ``sampled`` of all values.
+        steps: by step and type of shard: values, and those whose exponent changed.
+        shards: over the settled steps.
+        intervals: by steps from one check to the next: compared values, and those whose exponent
+            changed.
+        sampled: share of all values that ``intervals`` are of.
     """
 
     steps: dict[int, dict[str, tuple[int, int]]]
@@ -114,8 +118,8 @@ class ChangeRecorder:
     """Counts what changes of the shards of parameter groups.
 
     Args:
-        block_size: values a block, beside ``BLOCK_SIZES``.
-        sample: at most so many values of a rank are cached for ``INTERVALS``, evenly spaced.
+        block_size: values per block, besides ``BLOCK_SIZES``.
+        sample: most values of a rank that are cached for ``INTERVALS``, evenly spaced.
     """
 
     def __init__(
@@ -133,9 +137,9 @@ class ChangeRecorder:
                 groups[g].numels[p],
             )
         total = sum(shard.values for shard in self._shards.values())
-        # Odd, so that a column of a matrix is not all that is seen of it.
+        # Odd, so that the sample of a matrix is not one of its columns.
         self._stride = 1 if total <= sample else -(-total // sample) | 1
-        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._cached: dict[tuple[int, int], Tensor] = {}
         self._samples: deque[Tensor] = deque(maxlen=INTERVALS[-1])  # the latest first
         self._intervals: Counter[int] = Counter()
         self._compared: Counter[int] = Counter()
@@ -143,18 +147,18 @@ class ChangeRecorder:
 
     @torch.no_grad()
     def after_step(self, step: int, settled: bool) -> None:
-        """Looks at all shards. The first call only keeps them.
+        """Counts the changes of all shards. The first call only caches them.
 
         Args:
-            settled: whether the step counts for more than the change rate over steps.
+            settled: whether the step counts for all figures, not only for the rate by step.
         """
         counts, sample = [], []
         for g, p, layout in _shards(self._groups):
             exponents_N = _exponents(self._groups[g], p, layout)
             sample.append(exponents_N[:: self._stride].clone())
-            if (g, p) in self._kept:
-                counts.append(count(exponents_N != self._kept[g, p], self._block_size))
-            self._kept[g, p] = exponents_N
+            if (g, p) in self._cached:
+                counts.append(count(exponents_N != self._cached[g, p], self._block_size))
+            self._cached[g, p] = exponents_N
         sample_S = torch.cat(sample) if sample else torch.empty(0, dtype=torch.uint8)
         if counts:
             self._add(step, torch.stack(counts).tolist(), settled)
@@ -164,6 +168,7 @@ class ChangeRecorder:
         self._samples.appendleft(sample_S)
 
     def recorded(self) -> Recorded:
+        """The counts so far."""
         sample_size = self._samples[0].numel() if self._samples else 0
         return Recorded(
             steps=self._steps,
@@ -187,8 +192,8 @@ class ChangeRecorder:
 
 @torch.no_grad()
 def check_seconds(groups: Sequence[ParamGroup], block_size: int) -> dict[str, float]:
-    """What it takes this rank to find the changed blocks of all its shards, nothing else going on:
-    by comparing with cached exponents, and by the paper's 128-bit hashes. The medians of
+    """Seconds that this rank takes to find the changed blocks of all its shards while it does
+    nothing else: by comparing with cached exponents, and by the paper's 128-bit hashes. Medians of
     repeats."""
     checks = {
         "compare": codec.changed_blocks,
@@ -214,8 +219,8 @@ def check_seconds(groups: Sequence[ParamGroup], block_size: int) -> dict[str, fl
 
 
 def merged(recorded: Sequence[Recorded]) -> dict[str, Any]:
-    """What all ranks have counted, for figures 2 to 5, as strict JSON holds it. Where nothing was
-    counted, a rate is None."""
+    """The counts of all ranks as rates, for figures 2 to 5, as strict JSON. Where nothing was
+    counted, a rate is ``None``."""
     shards = [shard for one in recorded for shard in one.shards]
     block_size = recorded[0].block_size
     kinds = [kind for kind in SHARD_TYPES if any(shard_type(s.name) == kind for s in shards)]
@@ -262,7 +267,7 @@ def _by_step(recorded: Sequence[Recorded]) -> list[dict[str, Any]]:
 
 
 def _by_world_size(shards: Sequence[ShardRecord], block_size: int) -> list[dict[str, Any]]:
-    """Rates by the size of the largest groups, which parameters are sharded over."""
+    """Rates of changed shards by the number of ranks that a parameter is sharded over."""
     if not shards:
         return []
     world_size = max(len(shard.ranks) for shard in shards)
@@ -287,7 +292,7 @@ def _shard_rate(shards: Sequence[ShardRecord]) -> float:
 
 
 def _joined(shards: Sequence[ShardRecord], fewer: int) -> float:
-    """The share of shards that changed, were each that of ``fewer`` neighbouring ranks."""
+    """The share of shards that changed, if each were that of ``fewer`` neighbouring ranks."""
     together: dict[tuple, list[bool]] = {}
     for shard in shards:
         place = shard.name, shard.ranks, shard.place // fewer
@@ -307,7 +312,7 @@ def _rate(shards: Sequence[ShardRecord], index: int, block_size: int) -> float |
 
 
 def _share(counts: Sequence[tuple[int, int]]) -> float | None:
-    """What changed of all there was."""
+    """Changed over total, each summed; ``None`` if the total is 0."""
     total, changed = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
     return changed / total if total else None
 
@@ -322,7 +327,7 @@ def _five_numbers(rates: list[float]) -> dict[str, float]:
 
 
 def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[int, int, FloatLayout]]:
-    """Group, parameter and layout of every shard of floats that is not empty."""
+    """Indices of group and parameter, and the layout, of every nonempty shard of floats."""
     for g, group in enumerate(groups):
         for p, (info, numel) in enumerate(zip(group.params, group.numels, strict=True)):
             if numel and info.dtype in floats.LAYOUTS:

@@ -3,27 +3,24 @@
     gain = Comm(S) - [Comm(payload) + T_hash + T_encode + T_decode]
 
 for every gather of a step: the first after the optimizer, and the later ones, in which nothing has
-changed. ``Comm`` is the measured curve of the link, a latency for each gather of a group and a time
-for each byte. The latency is the group's; the time for bytes is each shard's. Encoding counts where
-it is on the critical path: the share of it that the calibration saw going on after the call
-returned is hidden. Decoding is done for the shards of all W ranks, and has in it what gathers of
-whole shards take beyond their pieces, which fit a core's cache.
+changed. ``Comm`` is the measured curve of the link: a latency for each gather of a group, which is
+the group's, and a time for each byte, which is each shard's.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from narrowcast.allgather.codec import Scheme
-from narrowcast.autotune.calibration import Links
-from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
-from narrowcast.autotune.solver import Group, Option, Shard
+from narrowcast.autotune.links import Links
+from narrowcast.autotune.problem import Group, Option, Shard
+from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, Cost, SampleStats
 from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import shard_type
 from narrowcast.wire import floats, packet
 
-_NOISE = 0.05  # of the cost in force: what a change must gain, since times are never twice the same
+_NOISE = 0.05  # share of the current cost that a change must gain: times are never twice the same
 
 
 @dataclass(frozen=True)
@@ -32,13 +29,13 @@ class Gathered:
 
     Attributes:
         params: the parameters, with the elements of their padded shards.
-        times: how many gathers a step has, by number of ranks and elements.
+        times: gathers a step, by number of ranks and elements.
         links: of the process group.
         hidden: share of encoding that is not on the critical path.
-        host: seconds a byte to bring a cache from host memory, and back to it. Counted in full,
-            since it has not been measured how much of it fetching ahead hides.
+        host: seconds a byte to fetch a cache from host memory, and to store it there. It is
+            counted in full: how much of it prefetching hides has not been measured.
         announce: seconds a step to announce the sizes of the group's payloads.
-        compressions: in force, by parameter; empty where the group is gathered as by plain FSDP2.
+        compressions: the current ones, by parameter; empty where baseline FSDP2 gathers the group.
         compressible: names of the parameters that may be compressed.
     """
 
@@ -53,9 +50,179 @@ class Gathered:
     compressible: frozenset[str]
 
 
-def problem(
+@dataclass(frozen=True)
+class Site:
+    """The gathers of one parameter over the same number of ranks.
+
+    Attributes:
+        world_size: how many ranks.
+        values: of the parameter's shard on each of them.
+        gathers: a step.
+    """
+
+    world_size: int
+    values: float
+    gathers: float
+
+    @property
+    def later(self) -> float:
+        """Gathers a step after the first."""
+        return max(self.gathers - 1, 0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The cost of one compression of one shard. Its methods are the terms of the formula, in
+    seconds a step.
+
+    Attributes:
+        stats: samples of the shard, or of others that stand for it.
+        scheme: how exponents are encoded; its own compression does not matter.
+        horizon: steps until the next choice, in which a cold cache must be repaid.
+        coding_scale: ratio of coding times measured in training to those of the samples.
+    """
+
+    group: Gathered
+    param: ShardedParam
+    compression: str
+    stats: SampleStats
+    scheme: Scheme
+    horizon: int
+    coding_scale: float
+
+    def option(self) -> Option:
+        """All terms together."""
+        return Option(
+            link=self.comm(),
+            hashing=self.hashing(),
+            encoding=self.encoding(),
+            decoding=self.decoding(),
+            fetching=self.fetching(),
+            switching=self.switching(),
+            bits=8 * self.per_value.first_bytes,
+            cache_bytes=self.cache_bytes(),
+        )
+
+    def comm(self) -> float:
+        """Comm(payload), the bytes of it: compressed in the first gather, and unchanged in later
+        ones."""
+        cost = self.per_value
+        return sum(
+            self._per_byte * site.values * (cost.first_bytes + site.later * cost.later_bytes)
+            for site in self._sites()
+        )
+
+    def hashing(self) -> float:
+        """T_hash. It is never hidden."""
+        cost = self.per_value
+        return self.coding_scale * sum(
+            site.values * (cost.first_hashing + site.later * cost.later_hashing)
+            for site in self._sites()
+        )
+
+    def encoding(self) -> float:
+        """T_encode, without the share that goes on after the call has returned."""
+        cost = self.per_value
+        seconds = sum(
+            site.values * (cost.first_encoding + site.later * cost.later_encoding)
+            for site in self._sites()
+        )
+        return seconds * self.coding_scale * (1 - self.group.hidden)
+
+    def decoding(self) -> float:
+        """T_decode, of the shards of all ranks, with what gathers of whole shards take beyond their
+        chunks, which fit a core's cache."""
+        cost = self.per_value
+        return self.coding_scale * sum(
+            site.world_size * site.values * (cost.first_decoding + site.later * cost.later_decoding)
+            + site.gathers * site.values * self._beyond_chunks(site.world_size)
+            for site in self._sites()
+        )
+
+    def fetching(self) -> float:
+        """To fetch caches from host memory for every gather, and to store them once."""
+        from_host, to_host = self.group.host
+        return sum(
+            self._cache_bytes_at(site) * (site.gathers * from_host + to_host)
+            for site in self._sites()
+        )
+
+    def switching(self) -> float:
+        """To fill a cold cache by a gather of ``entropy`` shards, spread over the horizon."""
+        if not self._starts_cold():
+            return 0.0
+        cold_bytes = self.stats.per_value("entropy").first_bytes
+        seconds = sum(
+            self._per_byte * site.values * (cold_bytes - self.per_value.first_bytes)
+            for site in self._sites()
+        )
+        return max(seconds, 0.0) / self.horizon
+
+    def cache_bytes(self) -> int:
+        """Memory of the caches on a rank, in bytes."""
+        return sum(self._cache_bytes_at(site) for site in self._sites())
+
+    @property
+    def per_value(self) -> Cost:
+        """Bytes and seconds of a value. An uncompressed one is as large as it is, sampled or
+        not."""
+        has_layout = self.param.dtype in floats.LAYOUTS
+        cost = self.stats.per_value(self.compression) if has_layout else Cost()
+        if self.compression == "none":
+            itemsize = self.param.dtype.itemsize
+            cost = replace(cost, first_bytes=itemsize, later_bytes=itemsize)
+        return cost
+
+    @property
+    def _per_byte(self) -> float:
+        return self.group.links.all_gather.seconds_per_byte
+
+    def _sites(self) -> Iterator[Site]:
+        return sites(self.group, self.param)
+
+    def _beyond_chunks(self, world_size: int) -> float:
+        """Seconds a value that narrowed gathers of whole shards take beyond those of chunks."""
+        links = self.group.links
+        of_a_rank = links.unchanged_per_byte / len(links.ranks)
+        whole = of_a_rank * world_size * self.param.dtype.itemsize
+        chunks = self.stats.per_value("delta")
+        return max(whole - chunks.later_encoding - world_size * chunks.later_decoding, 0.0)
+
+    def _cache_bytes_at(self, site: Site) -> int:
+        """The paper's W - 1 shards, and what the sender caches of its own, as ``comm`` does."""
+        values = round(site.values)
+        if self.compression == "delta":
+            return site.world_size * values * self.param.dtype.itemsize
+        if self.compression != "exponent":
+            return 0
+        if self.scheme.exponent_coding == "blocks" and self.scheme.block_check == "hash":
+            return (site.world_size - 1) * values + 16 * -(-values // self.scheme.block_size)
+        return site.world_size * values
+
+    def _starts_cold(self) -> bool:
+        """Whether the compression would find nothing cached. Exponents can be taken from cached
+        values."""
+        current = self.group.compressions.get(self.param.name)
+        takes_exponents = not replace(self.scheme, compression="exponent").caches_hashes
+        usable = {
+            "delta": ("delta",),
+            "exponent": ("delta", "exponent") if takes_exponents else ("exponent",),
+        }
+        return self.compression in usable and current not in usable[self.compression]
+
+
+def sites(group: Gathered, param: ShardedParam) -> Iterator[Site]:
+    """The gathers of one parameter of a group."""
+    # Elements are bytes where the parameters of the group differ in dtype.
+    mixed = len({one.dtype for one in group.params}) > 1
+    whole = sum(one.numel * (one.dtype.itemsize if mixed else 1) for one in group.params)
+    for (world_size, numel), gathers in group.times.items():
+        yield Site(world_size, param.numel * numel / max(whole, 1), gathers)
+
+
+def make_problem(
     groups: Sequence[Gathered],
-    seen: Mapping[str, SampleStats],
+    samples: Mapping[str, SampleStats],
     scheme: Scheme,
     horizon: int,
     coding_scale: float = 1.0,
@@ -63,41 +230,47 @@ def problem(
     """What there is to choose from.
 
     Args:
-        seen: by parameter. One that was not seen goes by the mean of its kind, or of all.
-        scheme: how exponents are exchanged; its compression does not matter.
-        horizon: steps until the choice is looked at again: those in which a cold cache must pay.
-        coding_scale: times measured in training over those of the pieces that were looked at.
+        samples: by parameter. One that was not sampled goes by the mean of its type of shard, or
+            of all.
+        scheme: how exponents are encoded; its compression does not matter.
+        horizon: steps until the next choice, in which a cold cache must be repaid.
+        coding_scale: ratio of coding times measured in training to those of the samples.
     """
-    means = _means(groups, seen)
-    return [_group(group, means, scheme, horizon, coding_scale) for group in groups]
+    means = _means(groups, samples)
+    return [
+        _group(
+            group,
+            tuple(
+                _shard(group, param, means[param.name], scheme, horizon, coding_scale)
+                for param in group.params
+            ),
+        )
+        for group in groups
+    ]
 
 
-def _means(groups: Sequence[Gathered], seen: Mapping[str, SampleStats]) -> dict[str, SampleStats]:
-    """What was seen of every parameter, or of its kind, or else of all. Times are those of all: the
-    time of one piece says more of what else the machine did than of the shard."""
-    of_kind: dict[str, SampleStats] = {}
+def _means(
+    groups: Sequence[Gathered], samples: Mapping[str, SampleStats]
+) -> dict[str, SampleStats]:
+    """The samples of every parameter, or of its type of shard, or else of all. Times are those of
+    all: the time of one chunk depends more on what else the machine did than on the shard."""
+    by_kind: dict[str, SampleStats] = {}
     of_all = SampleStats()
     names = [param.name for group in groups for param in group.params]
     for name in names:
-        one = seen.get(name, SampleStats())
-        of_kind[shard_type(name)] = of_kind.get(shard_type(name), SampleStats()) + one
-        of_all += one
-    timed = seen.get(ALL, of_all)
+        stats = samples.get(name, SampleStats())
+        by_kind[shard_type(name)] = by_kind.get(shard_type(name), SampleStats()) + stats
+        of_all += stats
+    timed = samples.get(ALL, of_all)
     means = {}
     for name in names:
-        choices = (seen.get(name, SampleStats()), of_kind[shard_type(name)], of_all)
-        one = next((one for one in choices if one.changes.values), SampleStats())
-        means[name] = one.at_the_speed_of(timed)
+        choices = (samples.get(name, SampleStats()), by_kind[shard_type(name)], of_all)
+        stats = next((one for one in choices if one.changes.values), SampleStats())
+        means[name] = stats.with_times_of(timed)
     return means
 
 
-def _group(
-    group: Gathered,
-    means: Mapping[str, SampleStats],
-    scheme: Scheme,
-    horizon: int,
-    coding_scale: float,
-) -> Group:
+def _group(group: Gathered, shards: tuple[Shard, ...]) -> Group:
     curve = group.links.all_gather
     num_gathers = sum(group.times.values())
     num_chunks = -(-sum(param.numel for param in group.params) // MAX_CHUNK_VALUES)
@@ -107,10 +280,7 @@ def _group(
     )
     return Group(
         name=group.label,
-        shards=tuple(
-            _shard(group, index, means, scheme, horizon, coding_scale)
-            for index in range(len(group.params))
-        ),
+        shards=shards,
         plain_latency=num_gathers * curve.latency,
         overhead=overhead + group.announce,
         is_current=bool(group.compressions),
@@ -119,133 +289,39 @@ def _group(
 
 def _shard(
     group: Gathered,
-    index: int,
-    means: Mapping[str, SampleStats],
+    param: ShardedParam,
+    stats: SampleStats,
     scheme: Scheme,
     horizon: int,
     coding_scale: float,
 ) -> Shard:
-    param = group.params[index]
-    numel = param.numel
-    codes = param.dtype in floats.LAYOUTS
-    may_be_compressed = param.name in group.compressible
-    options = {}
-    for compression in COMPRESSIONS if codes else ("none",):
-        cost = means[param.name].a_value(compression) if codes else Cost()
-        if compression == "none":
-            itemsize = param.dtype.itemsize  # whatever was seen
-            cost = replace(cost, first_bytes=itemsize, later_bytes=itemsize)
-        elif not (may_be_compressed and means[param.name].changes.values):
-            continue
-        options[compression] = _option(
-            group, numel, param, compression, cost, means[param.name], scheme, horizon, coding_scale
-        )
-    is_current = options.get(group.compressions.get(param.name, ""))
-    if is_current is not None:
-        options = {
-            compression: option
-            if option is is_current
-            else replace(option, switching=option.switching + _NOISE * is_current.steady)
-            for compression, option in options.items()
-        }
-    plain = sum(
-        times * group.links.all_gather.seconds_per_byte * _scaled(group, numel, site)
-        for site, times in group.times.items()
+    can_compress = (
+        param.dtype in floats.LAYOUTS
+        and param.name in group.compressible
+        and stats.changes.values > 0
     )
+    options = {
+        compression: CostModel(
+            group, param, compression, stats, scheme, horizon, coding_scale
+        ).option()
+        for compression in (COMPRESSIONS if can_compress else ("none",))
+    }
+    current = options.get(group.compressions.get(param.name, ""))
+    if current is not None:
+        noise = _NOISE * current.steady
+        options = {
+            name: one if one is current else replace(one, switching=one.switching + noise)
+            for name, one in options.items()
+        }
+    per_byte = group.links.all_gather.seconds_per_byte
+    plain = sum(site.gathers * per_byte * site.values for site in sites(group, param))
     return Shard(
         name=param.name,
         kind=shard_type(param.name),
-        values=numel,
+        values=param.numel,
         plain=plain * param.dtype.itemsize,
         options=options,
     )
-
-
-def _scaled(group: Gathered, numel: int, site: tuple[int, int]) -> float:
-    """Elements of a parameter's shard where the group is gathered by so many ranks and elements;
-    these are bytes where its parameters differ in dtype."""
-    dtypes = {param.dtype for param in group.params}
-    whole = sum(
-        param.numel * (param.dtype.itemsize if len(dtypes) > 1 else 1) for param in group.params
-    )
-    return numel * site[1] / max(whole, 1)
-
-
-def _option(
-    group: Gathered,
-    numel: int,
-    param: ShardedParam,
-    compression: str,
-    cost: Cost,
-    seen: SampleStats,
-    scheme: Scheme,
-    horizon: int,
-    coding_scale: float,
-) -> Option:
-    link = hashing = encoding = decoding = cold = hosted = 0.0
-    from_host, to_host = group.host
-    cache_bytes = 0
-    coded = seen.a_value("entropy")
-    per_byte = group.links.all_gather.seconds_per_byte
-    for site, times in group.times.items():
-        world_size, values = site[0], _scaled(group, numel, site)
-        later = max(times - 1, 0)
-        link += per_byte * values * (cost.first_bytes + later * cost.later_bytes)
-        hashing += values * (cost.first_hashing + later * cost.later_hashing)
-        encoding += values * (cost.first_encoding + later * cost.later_encoding)
-        decoding += world_size * values * (cost.first_decoding + later * cost.later_decoding)
-        decoding += times * values * _beyond_pieces(group, param, seen, world_size)
-        cold += per_byte * values * (coded.first_bytes - cost.first_bytes)
-        cache_at_site = _cache_bytes(compression, world_size, values, param, scheme)
-        hosted += cache_at_site * (times * from_host + to_host)
-        cache_bytes += cache_at_site
-    return Option(
-        link=link,
-        hashing=hashing * coding_scale,
-        encoding=encoding * coding_scale * (1 - group.hidden),
-        decoding=decoding * coding_scale,
-        fetching=hosted,
-        switching=max(cold, 0.0) / horizon
-        if _starts_cold(compression, group, param, scheme)
-        else 0.0,
-        bits=8 * cost.first_bytes,
-        cache_bytes=cache_bytes,
-    )
-
-
-def _beyond_pieces(
-    group: Gathered, param: ShardedParam, seen: SampleStats, world_size: int
-) -> float:
-    """Seconds a value that narrowed gathers of whole shards take beyond those of their pieces."""
-    of_a_rank = group.links.unchanged_per_byte / len(group.links.ranks)
-    whole = of_a_rank * world_size * param.dtype.itemsize
-    pieces = seen.a_value("delta")
-    return max(whole - pieces.later_encoding - world_size * pieces.later_decoding, 0.0)
-
-
-def _cache_bytes(
-    compression: str, world_size: int, values: float, param: ShardedParam, scheme: Scheme
-) -> int:
-    """The paper's (W - 1) shards, and what the sender keeps of its own. As ``comm`` keeps it."""
-    values = round(values)
-    if compression == "delta":
-        return world_size * values * param.dtype.itemsize
-    if compression != "exponent":
-        return 0
-    if scheme.exponent_coding == "blocks" and scheme.block_check == "hash":
-        return (world_size - 1) * values + 16 * -(-values // scheme.block_size)
-    return world_size * values
-
-
-def _starts_cold(compression: str, group: Gathered, param: ShardedParam, scheme: Scheme) -> bool:
-    """Whether the compression would find nothing cached. Exponents can be made of cached values."""
-    before = group.compressions.get(param.name)
-    makes_exponents = not replace(scheme, compression="exponent").caches_hashes
-    keeps = {
-        "delta": ("delta",),
-        "exponent": ("delta", "exponent") if makes_exponents else ("exponent",),
-    }
-    return compression in keeps and before not in keeps[compression]
 
 
 def merged_times(counts: Counter[tuple[str, int, int]]) -> dict[tuple[int, int], float]:

@@ -1,20 +1,23 @@
-"""Whether entropy gradients pay on a link, by parameter group.
+"""Whether compressed reduce-scatters are worthwhile on a link, by parameter group.
 
-Contributions to gradients are looked at on their way into the reduction: a piece now and then is
-entropy and decoded by the same functions, and timed. Times of links come from the calibration.
+The sampler observes the gradients of every parameter group on their way into the reduction, whether
+that is FSDP2's own or a narrowed one. Now and then it encodes and decodes a chunk of them, by the
+functions that a narrowed reduction uses, and times that. What the bytes take on the link follows
+from the calibration.
 """
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast import util
-from narrowcast.autotune.calibration import Links
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.solver import MARGIN
 from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ParamGroup
@@ -25,19 +28,21 @@ from narrowcast.wire.coders import Coder
 
 
 def is_worthwhile(plain: float, entropy: float) -> bool:
-    """Whether entropy reductions are enough faster than plain ones."""
+    """Whether reductions of ``entropy`` seconds are faster than baseline ones of ``plain`` seconds
+    by more than the margin for errors of prediction."""
     return entropy < (1 - MARGIN) * plain
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """What the reductions of one parameter group's gradients cost a step, in seconds.
+    """Predicted cost of the reductions of one parameter group's gradients, in seconds a step.
 
     Attributes:
         label: of the parameter group.
-        plain: by the backend's own reduce-scatter, predicted.
-        none, entropy: by narrowcast's exchange, predicted. Overlap of coding is not deducted.
-        bits: that a entropy gradient takes.
+        plain: by the backend's own reduce-scatter.
+        none, entropy: by narrowcast's exchange, with these compressions. Computation that coding
+            overlaps with is not deducted.
+        bits: of a value with ``entropy``.
     """
 
     label: str
@@ -48,12 +53,13 @@ class Reduction:
 
     @property
     def is_worthwhile(self) -> bool:
+        """Whether ``entropy`` is faster than ``plain`` by more than the margin."""
         return is_worthwhile(self.plain, self.entropy)
 
 
 @dataclass(frozen=True)
-class _GradientStats(Summable):
-    """Sums over the pieces of a group's gradients: values, bytes entropy, and seconds."""
+class GradientStats(Summable):
+    """Sums over the sampled chunks of a group's gradients: values, encoded bytes, and seconds."""
 
     values: float = 0.0
     coded_bytes: float = 0.0
@@ -63,14 +69,14 @@ class _GradientStats(Summable):
 
 
 class GradientSampler:
-    """Looks at pieces of gradients as they are reduced, one group after the other.
+    """Samples chunks of gradients as they are reduced, one parameter group after the other.
 
     Attributes:
-        spent: seconds that went into it, since the owner set it to zero.
+        seconds: spent on sampling, since the owner set it to zero.
 
     Args:
         groups: by label; every rank that shares one gives them in the same order.
-        job: the ranks whose sums are taken; ``None``: all.
+        job: the ranks whose samples are summed; ``None``: all.
     """
 
     def __init__(
@@ -79,126 +85,159 @@ class GradientSampler:
         coder: Coder,
         job: dist.ProcessGroup | None = None,
     ) -> None:
-        # By what a group holds: who counts it may have another object for it.
-        self._labels = {group.names: label for label, group in groups.items()}
-        self._groups = groups
-        self._coder, self._job = coder, job
-        self._looks: Counter[str] = Counter()
-        self.spent = 0.0
-        self._due: float | None = None  # pieces; none before there is room
-        self._looked: dict[str, _GradientStats] = {}
-        self._known: dict[str, _GradientStats] = {}  # over all ranks, when each was last looked at
-        # Reductions, by label, elements a rank gets, and bytes of one.
+        self._groups, self._coder, self._job = groups, coder, job
+        self._num_sampled: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._allowed: float | None = None  # chunks; None until the first are allowed
+        self._window: dict[str, GradientStats] = {}
+        self._latest: dict[str, GradientStats] = {}  # over all ranks, when last sampled
+        # Reductions, by label, elements that a rank gets, and bytes of an element.
         self._reductions: Counter[tuple[str, int, int]] = Counter()
+        self._ends: list[Callable[[], None]] = []
 
-    def make_room(self, pieces: float) -> None:
-        """So many more pieces may be looked at; and one at first."""
-        self._due = 1.0 if self._due is None else min(self._due + pieces, len(self._groups))
+    def subscribe(self) -> None:
+        """Observes the reductions of all groups until ``unsubscribe``."""
+        self._ends = [
+            group.observe_reductions(partial(self.observe, label))
+            for label, group in self._groups.items()
+        ]
 
-    def __call__(self, group: ParamGroup, rows_WN: Tensor) -> None:
-        """Looks at the contributions of this rank, (W, n), if it is the group's turn."""
-        label = self._labels.get(group.names)
-        if label is None:
-            return
+    def unsubscribe(self) -> None:
+        """Gives the groups their own reduce-scatters back, as far as nobody else observes them."""
+        for end in self._ends:
+            end()
+        self._ends = []
+
+    def allow(self, chunks: float) -> None:
+        """Allows so many more chunks to be sampled, and one at first. Unused ones add up to one for
+        each group at most."""
+        if self._allowed is None:
+            self._allowed = 1.0
+        else:
+            self._allowed = min(self._allowed + chunks, len(self._groups))
+
+    def observe(self, label: str, rows_WN: Tensor) -> None:
+        """Counts a reduction, and samples a chunk of it if one is allowed and no other group was
+        sampled less often.
+
+        Args:
+            rows_WN: this rank's contributions to the gradients of the group, (W, n).
+        """
         self._reductions[label, rows_WN.shape[1], rows_WN.element_size()] += 1
-        if self._due is not None and self._due >= 1 and self._is_next(label):
-            self._due -= 1
-            self._looks[label] += 1
-            start = time.perf_counter()
-            others_row = (dist.get_rank(group.process_group) + 1) % len(rows_WN)
-            piece = rows_WN[others_row, :MAX_CHUNK_VALUES]
-            if piece.numel():
-                self._looked[label] = self._looked.get(label, _GradientStats()) + _look(
-                    piece, self._coder
-                )
-            self.spent += time.perf_counter() - start
+        if self._allowed is None or self._allowed < 1 or not self._is_next(label):
+            return
+        self._allowed -= 1
+        self._num_sampled[label] += 1
+        start = time.perf_counter()
+        row = (dist.get_rank(self._groups[label].process_group) + 1) % len(rows_WN)
+        chunk_N = rows_WN[row, :MAX_CHUNK_VALUES]
+        if chunk_N.numel():
+            before = self._window.get(label, GradientStats())
+            self._window[label] = before + sample_chunk(chunk_N, self._coder)
+        self.seconds += time.perf_counter() - start
 
     def _is_next(self, label: str) -> bool:
-        return self._looks[label] == min(self._looks[reduced] for reduced, *_ in self._reductions)
+        least = min(self._num_sampled[reduced] for reduced, *_ in self._reductions)
+        return self._num_sampled[label] == least
 
-    def reductions(
+    def predict(
         self,
         all_labels: Sequence[str],
-        links: dict[str, Links],
+        links: Mapping[str, Links],
         steps: int,
         device: torch.device,
     ) -> list[Reduction]:
-        """What was last seen of every group on all ranks, and what it means on their links.
+        """The cost of every group that was reduced since the last call, by the latest samples of
+        all ranks. A group that was never sampled goes by the mean of all. Every rank must call
+        this.
 
-        Every rank must call it, with the same ``all_labels``.
+        Args:
+            all_labels: of the groups of all ranks, in one order on every rank.
+            links: of this rank's groups, by label.
+            steps: since the last call.
+            device: of the tensor that is reduced.
         """
-        rows = [astuple(self._looked.get(label, _GradientStats())) for label in all_labels]
-        sums = torch.tensor(rows, dtype=torch.float64, device=device).view(
-            -1, len(fields(_GradientStats))
-        )
+        rows = [astuple(self._window.get(label, GradientStats())) for label in all_labels]
+        sums = torch.tensor(rows, dtype=torch.float64, device=device)
+        sums = sums.view(-1, len(fields(GradientStats)))
         dist.all_reduce(sums, group=self._job)
-        looked = {
-            label: _GradientStats(*row)
-            for label, row in zip(all_labels, sums.tolist(), strict=True)
-        }
-        self._known |= {label: one for label, one in looked.items() if one.values}
-        of_all = sum(self._known.values(), _GradientStats())
-        found = []
+        for label, row in zip(all_labels, sums.tolist(), strict=True):
+            stats = GradientStats(*row)
+            if stats.values:
+                self._latest[label] = stats
+        of_all = sum(self._latest.values(), GradientStats())
+        predicted = []
         for label in self._groups:
-            seen = self._known.get(label, of_all)
-            if seen.values and any(key[0] == label for key in self._reductions):
-                found.append(self._reduction(label, seen, links[label], steps))
-        self._looked.clear()
+            stats = self._latest.get(label, of_all)
+            sites = {
+                (numel, itemsize): count / steps
+                for (reduced, numel, itemsize), count in self._reductions.items()
+                if reduced == label
+            }
+            if stats.values and sites:
+                predicted.append(predict_reduction(label, stats, links[label], sites))
+        self._window.clear()
         self._reductions.clear()
-        return found
-
-    def _reduction(self, label: str, seen: _GradientStats, links: Links, steps: int) -> Reduction:
-        world_size = len(links.ranks)
-        plain = none = entropy = 0.0
-        for (of_label, numel, itemsize), count in self._reductions.items():
-            if of_label != label:
-                continue
-            times = count / steps
-            a_value = numel / seen.values
-            adding = world_size * a_value * seen.adding
-            coding = (world_size - 1) * a_value * (seen.encoding + seen.decoding)
-            plain += times * links.reduce_scatter.seconds(itemsize * numel)
-            none += times * (links.pairwise.seconds(itemsize * numel) + adding)
-            entropy += times * (
-                links.pairwise.seconds(a_value * seen.coded_bytes) + adding + coding
-            )
-        return Reduction(label, plain, none, entropy, 8 * seen.coded_bytes / seen.values)
+        return predicted
 
 
-def _look(values_N: Tensor, coder: Coder) -> _GradientStats:
-    """As ``NarrowReduceScatter`` codes it: memory that is written over was written before."""
+def predict_reduction(
+    label: str, stats: GradientStats, links: Links, sites: Mapping[tuple[int, int], float]
+) -> Reduction:
+    """The cost of one parameter group's reductions.
+
+    Args:
+        sites: reductions a step, by elements that a rank gets and bytes of an element.
+    """
+    world_size = len(links.ranks)
+    plain = none = entropy = 0.0
+    for (numel, itemsize), times in sites.items():
+        per_value = numel / stats.values
+        adding = world_size * per_value * stats.adding
+        coding = (world_size - 1) * per_value * (stats.encoding + stats.decoding)
+        sending = links.pairwise.seconds(per_value * stats.coded_bytes)
+        plain += times * links.reduce_scatter.seconds(itemsize * numel)
+        none += times * (links.pairwise.seconds(itemsize * numel) + adding)
+        entropy += times * (sending + adding + coding)
+    return Reduction(label, plain, none, entropy, 8 * stats.coded_bytes / stats.values)
+
+
+def sample_chunk(values_N: Tensor, coder: Coder) -> GradientStats:
+    """Encodes, decodes and adds a chunk as ``NarrowReduceScatter`` does, and times each. Memory
+    that is written to was written before, as it was there."""
     target_N, sum_N = values_N.clone(), values_N.clone()
     start = util.now(values_N.device)
     encoded = codec.encode(values_N, "entropy", coder)
     payload = packet.pack(
         [encoded], coder=coder, settings=0, sequence=0, shard_checksum=0, device=values_N.device
     )
-    int(values_N.count_nonzero())
     encoding = util.now(values_N.device)
     (arrived,) = packet.unpack_body(*packet.unpack(payload))
     codec.decode_into(target_N, arrived, coder)
     decoding = util.now(values_N.device)
     sum_N.add_(target_N)
     added = util.now(values_N.device)
-    return _GradientStats(
+    return GradientStats(
         values_N.numel(), encoded.size, encoding - start, decoding - encoding, added - decoding
     )
 
 
 def table(reductions: Sequence[Reduction]) -> str:
-    """A line a parameter group, and what it means for the switch."""
-    rows = [["gradients of", "bits", "plain ms", "none ms", "entropy ms", "entropy pays"]]
+    """A row for each parameter group, and a verdict on all of them together."""
+    head = ["gradients of", "bits", "plain ms", "none ms", "entropy ms", "worthwhile"]
+    rows = [head]
     for one in reductions:
         times = (f"{1e3 * seconds:.2f}" for seconds in (one.plain, one.none, one.entropy))
         rows.append([one.label, f"{one.bits:.1f}", *times, "yes" if one.is_worthwhile else "no"])
     plain = sum(one.plain for one in reductions)
     entropy = sum(one.entropy for one in reductions)
     verdict = (
-        "a entropy reduce-scatter pays on this link: [narrowcast.reduce_scatter] enable = true"
+        "compressing gradients is worthwhile on this link: [narrowcast.reduce_scatter] "
+        "enable = true"
         if is_worthwhile(plain, entropy)
-        else "a entropy reduce-scatter does not pay on this link"
+        else "compressing gradients is not worthwhile on this link"
     )
     return (
         f"{aligned(rows, 1)}\n\nPredicted reductions of a step: {1e3 * plain:.2f} ms plain, "
-        f"{1e3 * entropy:.2f} ms entropy: {verdict}."
+        f"{1e3 * entropy:.2f} ms with entropy coding: {verdict}."
     )

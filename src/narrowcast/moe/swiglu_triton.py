@@ -13,7 +13,6 @@ import math
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from narrowcast.moe.kernels import (
@@ -139,7 +138,7 @@ def _merge(
     tiling = _tiling(x_SD)
     block = tiling["BLOCK"]
     # An expert has at most one row for each row that arrived.
-    grid = triton.cdiv(dim, block), triton.cdiv(min(len(x_SD), num_rows), block)
+    grid = _cdiv(dim, block), _cdiv(min(len(x_SD), num_rows), block)
     for expert in range(len(offsets_e)):
         merge_product[grid](
             wide,
@@ -171,7 +170,7 @@ def _transposed_product(
     tiling = dict(_tiling(weight))
     tiling["num_stages"] += 2
     block = tiling["BLOCK"]
-    grid = triton.cdiv(dim, block), triton.cdiv(hidden_dim, block), len(offsets_e)
+    grid = _cdiv(dim, block), _cdiv(hidden_dim, block), len(offsets_e)
     weight_gradient[grid](
         wide_NF,
         narrow_SD,
@@ -193,8 +192,12 @@ def _scatter_tiling(source_N: Tensor, w1_eFD: Tensor) -> tuple[tuple[int, int], 
     num_experts, hidden_dim, _ = w1_eFD.shape
     tiling = _tiling(w1_eFD)
     narrow = 64 if w1_eFD.dtype.itemsize == 2 else 32
-    grid = triton.cdiv(hidden_dim, narrow), len(source_N) // tiling["BLOCK"] + num_experts
-    return grid, {**tiling, "NARROW": narrow, "EXPERTS": triton.next_power_of_2(num_experts)}
+    grid = _cdiv(hidden_dim, narrow), len(source_N) // tiling["BLOCK"] + num_experts
+    return grid, {**tiling, "NARROW": narrow, "EXPERTS": 1 << (num_experts - 1).bit_length()}
+
+
+def _cdiv(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
 
 
 def _tiling(values: Tensor) -> dict[str, int]:

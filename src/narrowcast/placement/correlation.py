@@ -81,7 +81,7 @@ def first_order(previous_TK: Tensor, next_TK: Tensor, num_experts: int) -> Cross
         E rows, one for each expert, with support 0 for an expert that no token selected.
 
     Raises:
-        ValueError: fewer than `MIN_TOKENS` tokens.
+        ValueError: fewer than ``MIN_TOKENS`` tokens.
     """
     return _table(torch.arange(num_experts)[:, None], previous_TK.long(), next_TK, num_experts)
 
@@ -100,7 +100,7 @@ def second_order(
         One row for each pair that a token selected: at most T * K * K of the E * E pairs.
 
     Raises:
-        ValueError: fewer than `MIN_TOKENS` tokens.
+        ValueError: fewer than ``MIN_TOKENS`` tokens.
     """
     pair_TKK = before_TK.long()[:, :, None] * num_experts + previous_TK.long()[:, None, :]
     seen = torch.zeros(num_experts**2, dtype=torch.bool)

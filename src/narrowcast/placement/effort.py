@@ -43,7 +43,7 @@ class Effort:
                 both.
         """
         seconds = seconds / 3 if num_nodes > 1 else seconds
-        # Measured (docs/benchmarks.md). Sets are sorted, and counted by pairs of experts. There are
+        # Measured (docs/results.md). Sets are sorted, and counted by pairs of experts. There are
         # about as many swaps as experts, each of which uses tables of pairs of experts.
         a_token, swaps = 4e-6 + 6.8e-8 * num_experts, 1.4e-5 * num_experts**2
         most = math.inf if num_tokens is None else num_tokens

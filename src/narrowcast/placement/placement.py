@@ -31,7 +31,7 @@ _MOST = 1 << 15  # experts
 
 @dataclass(frozen=True)
 class Placement:
-    """The experts of L layers on `num_ranks` ranks of `num_nodes` nodes.
+    """The experts of L layers on ``num_ranks`` ranks of ``num_nodes`` nodes.
 
     Attributes:
         model: name and flavor, such as "qwen3 demo".
@@ -169,7 +169,7 @@ def load_placement(path: str | Path) -> Placement:
     try:
         if kind != "text" and "JSON" not in kind:
             raise ValueError(
-                f"it is {kind}, expected is the JSON that `narrowcast placement plan` writes"
+                f"it is {kind}, expected the JSON that `narrowcast placement plan` writes"
             )
         return _of_json(parse_json(Path(path).read_text(encoding="utf-8")))
     except ValueError as error:
@@ -185,7 +185,7 @@ def _of_json(described: Any) -> Placement:
         ValueError: a field is invalid. The message names it.
     """
     if not isinstance(described, dict):
-        raise ValueError(f"it is {shown(described)}, expected is an object")
+        raise ValueError(f"it is {shown(described)}, expected an object")
     field(described, "format", lambda v: v == FORMAT, f'"{FORMAT}"')
     field(described, "version", lambda v: is_integer(v, VERSION, VERSION), str(VERSION))
     num_experts = field(
@@ -224,17 +224,17 @@ def _of_json(described: Any) -> Placement:
 def _check_experts(layer: str, experts: Any, num_experts: int) -> None:
     due = f"each of the {num_experts} experts once"
     if not isinstance(experts, list):
-        raise ValueError(f"{layer} is {shown(experts)}, expected is a list: {due}")
+        raise ValueError(f"{layer} is {shown(experts)}, expected a list: {due}")
     for slot, expert in enumerate(experts):
         if not is_integer(expert, 0, num_experts - 1):
             raise ValueError(
-                f"{layer} has {shown(expert)} in slot {slot}, expected is an integer from 0 to "
+                f"{layer} has {shown(expert)} in slot {slot}, expected an integer from 0 to "
                 f"{num_experts - 1}"
             )
     if (twice := first_twice(experts)) is not None:
-        raise ValueError(f"{layer} has expert {twice} twice, expected is {due}")
+        raise ValueError(f"{layer} has expert {twice} twice, expected {due}")
     if len(experts) != num_experts:
-        raise ValueError(f"{layer} has {len(experts)} experts, expected is {due}")
+        raise ValueError(f"{layer} has {len(experts)} experts, expected {due}")
 
 
 def _one_layer_a_line(described: dict) -> str:

@@ -103,10 +103,10 @@ def field(
     """
     if name not in described:
         others = f" (it has {', '.join(described)})" if described else ""
-        raise ValueError(f"it lacks {name!r}{others:.{_MAX_SHOWN}}, expected is {expected}")
+        raise ValueError(f"it lacks {name!r}{others:.{_MAX_SHOWN}}, expected {expected}")
     value = described[name]
     if not is_valid(value):
-        raise ValueError(f"{name} is {shown(value)}, expected is {expected}")
+        raise ValueError(f"{name} is {shown(value)}, expected {expected}")
     return value
 
 

@@ -15,6 +15,7 @@ only where tokens are sent, by ``ExpertLayer.slots_E``.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from narrowcast.placement.rows import rows_by_rank
+from narrowcast.fsdp2 import local_shape_and_offset
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def move_rows(tensor: Tensor, source_E: Tensor) -> int:
         Bytes that this rank sent.
     """
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    rows = rows_by_rank(tensor) if isinstance(tensor, DTensor) else {}
+    rows = _rows_by_rank(tensor) if isinstance(tensor, DTensor) else {}
     if len(rows) < 2:
         local.copy_(local[source_E.to(local.device)])
         return 0
@@ -197,6 +198,31 @@ def move_rows(tensor: Tensor, source_E: Tensor) -> int:
         is_from_peer_M = (sources[me] >= held.start) & (sources[me] < held.stop)
         local[is_from_peer_M.to(local.device)] = outgoing[me] if peer == me else incoming[peer]
     return sum(_bytes(sent).numel() for peer, sent in outgoing.items() if peer != me)
+
+
+def _rows_by_rank(tensor: DTensor) -> dict[int, range]:
+    """Return the rows (dimension 0) of a tensor that each global rank holds, this rank included.
+
+    Only ranks that hold the same part of the other dimensions and belong to the same replica are
+    listed. Each holds consecutive rows, whether expert parallelism, FSDP or both shard them.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    local = mesh.get_coordinate()
+    assert local is not None, "this rank holds no part of the tensor"
+    split = [
+        dim for dim, placement in enumerate(placements) if getattr(placement, "dim", None) == 0
+    ]
+    rows = {}
+    for coordinate in itertools.product(*(range(mesh.size(dim)) for dim in split)):
+        remote = list(local)
+        for dim, index in zip(split, coordinate, strict=True):
+            remote[dim] = index
+        shape, offset = local_shape_and_offset(tensor.shape, mesh.shape, remote, placements)
+        rows[int(mesh.mesh[tuple(remote)])] = range(offset[0], offset[0] + shape[0])
+    parts = sorted((part for part in rows.values() if len(part)), key=lambda part: part.start)
+    covered = [row for part in parts for row in part]
+    assert covered == list(range(tensor.shape[0])), f"rows of {placements} are not consecutive"
+    return rows
 
 
 def _bytes(rows: Tensor) -> Tensor:

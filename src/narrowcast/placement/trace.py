@@ -169,7 +169,7 @@ def _read(path: str | Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         kind = kind_of(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path}: there is no such routing trace") from None
-    expected = "expected is the safetensors file that [narrowcast.routing_trace] records"
+    expected = "expected the safetensors file that [narrowcast.routing_trace] records"
     if kind != SAFETENSORS:
         raise ValueError(f"{path} is not a routing trace: it is {kind}, {expected}")
     try:
@@ -201,7 +201,7 @@ def _described(header: dict[str, str]) -> dict[str, Any]:
     """
     described = parse_json(field(header, "trace", bool, "a description in JSON"))
     if not isinstance(described, dict):
-        raise ValueError(f"its description is {shown(described)}, expected is an object")
+        raise ValueError(f"its description is {shown(described)}, expected an object")
 
     def integer(name: str, most: int) -> int:
         expected = f"an integer from 1 to {most}"
@@ -249,7 +249,7 @@ def _check_tensors(tensors: dict[str, Tensor], described: dict[str, Any]) -> Non
         if tensor.dtype not in dtypes or tensor.shape != expected_shape:
             expected = " or ".join(str(dtype) for dtype in dtypes)
             raise ValueError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected is {expected} "
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {expected} "
                 f"of shape {expected_shape}: {num_layers} layers, {num_tokens} tokens, top-{top_k} "
                 f"of {described['num_experts']} experts"
             )
@@ -267,13 +267,13 @@ def _check_values(trace: RoutingTrace) -> None:
         if int(column_T.min()) < least:
             token = int(column_T.argmin())
             raise ValueError(
-                f"{name} of token {token} is {column_T[token]}, expected is {least} or more"
+                f"{name} of token {token} is {column_T[token]}, expected {least} or more"
             )
     if (is_earlier_T := trace.step_T[1:] < trace.step_T[:-1]).any():
         token = int(is_earlier_T.nonzero()[0]) + 1
         raise ValueError(
             f"token {token} is of step {trace.step_T[token]}, and the one before it of step "
-            f"{trace.step_T[token - 1]}: tokens must be in the order of steps"
+            f"{trace.step_T[token - 1]}: expected tokens in the order of steps"
         )
     for name, ids_TK in zip(trace.layers, trace.ids_LTK, strict=True):
         _check_ids(name, ids_TK, trace.num_experts)
@@ -281,7 +281,7 @@ def _check_values(trace: RoutingTrace) -> None:
         layer, token, _ = (~trace.scores_LTK.isfinite()).nonzero()[0].tolist()
         scores = trace.scores_LTK[layer, token].tolist()
         raise ValueError(
-            f"scores of token {token} in {trace.layers[layer]} are {scores}, expected are finite "
+            f"scores of token {token} in {trace.layers[layer]} are {scores}, expected finite "
             "numbers"
         )
 
@@ -293,7 +293,7 @@ def _check_ids(layer: str, ids_TK: Tensor, num_experts: int) -> None:
         token, place = is_wrong_TK.nonzero()[0].tolist()
         raise ValueError(
             f"expert_ids of token {token} in {layer} name expert {ids_TK[token, place]}, expected "
-            f"is an integer from 0 to {num_experts - 1}"
+            f"an integer from 0 to {num_experts - 1}"
         )
     # All pairs of a token's experts: faster than a sort, as ids have one or two bytes.
     ids_KT = ids_TK.T.contiguous()
@@ -303,5 +303,5 @@ def _check_ids(layer: str, ids_TK: Tensor, num_experts: int) -> None:
             place, token = is_twice_KT.nonzero()[0].tolist()
             raise ValueError(
                 f"expert_ids of token {token} in {layer} name expert {ids_KT[place, token]} twice, "
-                f"expected are {len(ids_KT)} different experts"
+                f"expected {len(ids_KT)} different experts"
             )

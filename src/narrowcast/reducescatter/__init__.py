@@ -1,1 +1,1 @@
-"""Gradients cross the wire: a reduce-scatter of contributions that arrive to the last bit."""
+"""FSDP2's reduce-scatter with fewer bytes; contributions arrive bitwise identical."""

@@ -1,20 +1,19 @@
-"""Encode a stretch of one rank's contribution to a gradient, and decode it again, bit for bit.
+"""Encodes a chunk of one rank's contribution to a gradient, and decodes it bitwise identical.
 
-Nothing is kept from step to step: gradients of two steps have little in common. What can be left
-out is what a contribution does not hold. A bf16 gradient is cast to fp32 before it is reduced, so
-that 16 of 32 bits are zeros; its exponents take some 3 bits; and a parameter that no token came by
-(an expert's, an embedding's) has a gradient of zeros.
+Nothing is cached from step to step, since gradients of two steps have little in common. What can be
+left out is what a contribution does not contain. A bf16 gradient is cast to fp32 before it is
+reduced, so 16 of its 32 bits are zeros; its exponents take about 3 bits; and a parameter that no
+token used (of an expert, of an embedding) has a gradient of zeros.
 
-    form    of values                                     sent
-    ZEROS   all of whose bits are 0                       nothing
-    PLANES  of 16 bits, or fp32 that are bf16-valued      sign-and-mantissa plane (coded, if there
-                                                          are zeros in it), coded exponents
+    form    values                                        sent
+    ZEROS   all bits are 0                                nothing
+    PLANES  of 16 bits, or fp32 that are bf16-valued      sign-and-mantissa plane (entropy-coded if
+                                                          there are zeros in it), coded exponents
     HALVES  fp32 (accumulated, or of fp32 training)       PLANES of the upper halves as bf16; byte
                                                           planes of the lower ones, coded or not
-    RAW     of which no form is smaller, or of other      the bits
-            dtypes
+    RAW     no form is smaller, or other dtypes           the bits
 
-Whether fp32 values are bf16-valued is looked up in their bits, stretch by stretch.
+Whether fp32 values are bf16-valued is read from their bits, chunk by chunk.
 """
 
 from typing import Literal
@@ -31,13 +30,13 @@ Compression = Literal["entropy", "none"]
 
 _BF16 = LAYOUTS[torch.bfloat16]
 _FP32 = LAYOUTS[torch.float32]
-# Sign and mantissa hold nothing to code but the zeros of zero values; below this share of them, the
-# coder's time is not worth it.
+# Of sign and mantissa only zero values are compressible; below this share of them, entropy coding
+# is not worth its time.
 _LEAST_ZEROS = 1 / 64
 
 
 def encode(values_N: Tensor, compression: Compression, coder: Coder) -> Encoded:
-    """Encodes a stretch of a contribution, of any dtype; floats of ``LAYOUTS`` get smaller."""
+    """Encodes a chunk of a contribution, of any dtype; only floats of ``LAYOUTS`` get smaller."""
     layout = LAYOUTS.get(values_N.dtype)
     if compression == "none" or layout is None or values_N.numel() == 0:
         return encode_raw(values_N)
@@ -64,7 +63,7 @@ def decode_into(values_N: Tensor, encoded: Encoded, coder: Coder) -> None:
     """Decodes what ``encode`` was given, into ``values_N``.
 
     Raises:
-        ValueError: the sections do not fit the form (``CoderError`` where the coder says so), or
+        ValueError: the sections do not fit the form (``CoderError`` where the coder finds it), or
             the form does not fit the dtype.
     """
     num_values, layout = values_N.numel(), LAYOUTS.get(values_N.dtype)

@@ -1,1 +1,1 @@
-"""What is counted: the ledger, change rates, collectives of torch itself."""
+"""What is counted: the ledger, change rates, and torch's own collectives."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from narrowcast.telemetry.over_ranks import summed
 from narrowcast.util import Summable
 from narrowcast.wire import floats
 from narrowcast.wire.floats import FloatLayout
@@ -22,7 +23,7 @@ _SHARD_TYPE_PATTERNS = (
 
 
 def shard_type(parameter_name: str) -> str:
-    """The kind of shard (one of ``SHARD_TYPES``) that a parameter's name speaks of."""
+    """The kind of shard (one of ``SHARD_TYPES``) that a parameter's name refers to."""
     for kind, pattern in _SHARD_TYPE_PATTERNS:
         if re.search(pattern, parameter_name, re.IGNORECASE):
             return kind
@@ -36,12 +37,12 @@ class Changes(Summable):
     ``compared_values`` is 0 where only exponents are cached, so that values cannot be compared.
     """
 
-    values: int = 0
-    compared_values: int = 0
-    changed_values: int = 0
-    changed_exponents: int = 0
-    blocks: int = 0
-    changed_blocks: int = 0
+    values: int = summed()
+    compared_values: int = summed()
+    changed_values: int = summed()
+    changed_exponents: int = summed()
+    blocks: int = summed()
+    changed_blocks: int = summed()
 
     def rates(self) -> dict[str, float]:
         """Shares of what was compared."""
@@ -57,10 +58,10 @@ class Changes(Summable):
 def count_changes(
     bits_N: Tensor, cached_N: Tensor, layout: FloatLayout, block_size: int
 ) -> Changes:
-    """Compares a shard with what was cached of the one before: its bits, or its exponents
-    (uint8)."""
-    keeps_values = cached_N.dtype == layout.bits
-    if keeps_values:
+    """Compares a shard, as integers of ``layout.bits``, with what is cached of the one before: the
+    same integers, or exponents (uint8)."""
+    caches_values = cached_N.dtype == layout.bits
+    if caches_values:
         difference_N = bits_N ^ cached_N
         changed_values = int(difference_N.count_nonzero())
         exponent_mask = layout.max_int & ~((1 << layout.mantissa_bits) - 1)
@@ -71,7 +72,7 @@ def count_changes(
     blocks_BS = pad(difference_N, (0, -bits_N.numel() % block_size)).view(-1, block_size)
     return Changes(
         values=bits_N.numel(),
-        compared_values=bits_N.numel() if keeps_values else 0,
+        compared_values=bits_N.numel() if caches_values else 0,
         changed_values=changed_values,
         changed_exponents=int(difference_N.count_nonzero()),
         blocks=len(blocks_BS),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowcast.attribution import counted_as, sender
+from narrowcast.attribution import counted_as, current_owner
 from narrowcast.fsdp2 import SENDING_METHODS, functional_collectives, parameter_group, world_size_of
 from narrowcast.telemetry.patches import Patches
 
@@ -30,12 +30,12 @@ def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None
     DTensor uses, by ones that count and then call them. (The dispatcher would see more, but a
     kernel in Python holds the GIL while gloo takes its queue's lock, and gloo's workers take the
     two in the other order: it deadlocks.) What FSDP2 starts for a parameter group is ``counted_as``
-    that group. Not seen: collectives within compiled graphs, in the backward of functional ones,
+    that group. Not seen are collectives within compiled graphs, in the backward of functional ones,
     point-to-point sends of pipeline stages, and calls by a name that was imported before.
 
-    Other tools may replace the same functions, before or after, and leave in any order. One that
-    puts back torch's own function where ours is ends the counting there, until another ledger
-    starts.
+    Other tools may replace the same functions, earlier or later, and restore them in any order. A
+    tool that restores torch's own function where ours is ends the counting there, until another
+    ledger starts.
 
     ``sent_bytes`` is what this rank hands to the wire in a ring (all-gather, reduce-scatter,
     all-reduce) or pairwise (all-to-all) algorithm, which is the least that any algorithm sends.
@@ -45,7 +45,7 @@ def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None
     """
     _listeners.append(on_collective)
     for owner, name in SENDING_METHODS:
-        _patches.replace(owner, name, _sent_by_its_group)
+        _patches.replace(owner, name, _counted_as_its_group)
     for collective in _COLLECTIVES:
         for place in collective.places:
             _patches.replace(place, collective.name, collective.counted)
@@ -58,30 +58,30 @@ def count_collectives(on_collective: Callable[[int], None]) -> Callable[[], None
     return stop
 
 
-def _sent_by_its_group(method: Callable) -> Callable:
-    """A method of FSDP2's parameter groups, whose collectives are then known to be the group's."""
+def _counted_as_its_group(method: Callable) -> Callable:
+    """A method of FSDP2's parameter groups, whose collectives are then counted as the group's."""
 
     @functools.wraps(method)
-    def told(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def attributed(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _listeners:
             _patches.restore()
-        elif sender() is None:
+        elif current_owner() is None:
             with counted_as(parameter_group(self)):
                 return method(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
-    return told
+    return attributed
 
 
 @dataclass(frozen=True)
 class _Collective:
-    """A function that starts one.
+    """A function that starts a collective.
 
     Attributes:
-        places: modules in which it is found.
+        places: modules in which the function is found.
         tensors: name of the parameter that holds what is sent.
-        sent_share: of its bytes, by the number of ranks.
-        signature: torch's own. Who replaces a function may have it take anything.
+        sent_share: the share of its bytes that a rank sends, by the number of ranks.
+        signature: torch's own, since a tool may replace the function by one that takes anything.
     """
 
     places: tuple[Any, ...]
@@ -105,13 +105,13 @@ class _Collective:
         return cls(places, name, tensors, sent_share, found)
 
     def counted(self, original: Callable) -> Callable:
-        """``original``, which tells the listeners what it sends; without any it is itself alone."""
+        """``original``, which first reports to the listeners what it sends, if there are any."""
 
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or getattr(_depth, "inside", False):
                 return original(*args, **kwargs)
-            if not _listeners:  # a tool has put us back, or somebody holds on to us
+            if not _listeners:  # a tool has restored this function, or a caller kept it
                 _patches.restore()
                 return original(*args, **kwargs)
             sent_bytes = self._sent_bytes(args, kwargs)
@@ -128,8 +128,8 @@ class _Collective:
         return counted
 
     def _sent_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """``None`` where this rank has no part in it, or the arguments are not torch's: it is for
-        the function to judge them."""
+        """``None`` where this rank takes no part in the collective, or the arguments are not
+        torch's: then the function itself must judge them."""
         try:
             arguments = self.signature.bind(*args, **kwargs).arguments
             group = arguments.get("group")

@@ -1,8 +1,9 @@
-"""Functions of other modules, replaced for a while, beside others who replace them too.
+"""Replaces functions of other modules for a while, although other tools may replace them too.
 
-Tools may put their own functions in the same places, before us or after, and leave in any order.
-Hence every place keeps the function that was found in it; what is not ours any more is not touched;
-and what of ours a tool has put back after we left is taken out at the next look.
+Tools may put their own functions in the same places, earlier or later, and restore what they found
+in any order. Hence the function that was found is remembered for every place; a function that is
+not ours any more is not touched; and one of ours that a tool has restored after the end is removed
+at the next call of ``restore``.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,8 @@ class Patches:
     _replaced: list[_Replaced] = field(default_factory=list)
 
     def replace(self, owner: Any, name: str, wrapped: Callable[[Callable], Callable]) -> None:
-        """Puts ``wrapped(found)`` in the place of the function ``found``, unless ours is there. One
-        function that is found in two places gets one in return."""
+        """Puts ``wrapped(found)`` in the place of the function ``found``, unless ours is there. A
+        function that is found in two places is replaced by the same one in both."""
         found = getattr(owner, name)
         if any(found is one.ours for one in self._replaced):
             return
@@ -36,8 +37,8 @@ class Patches:
         setattr(owner, name, ours)
 
     def restore(self) -> None:
-        """Puts back what was found wherever ours is. Where another function is, it may still call
-        ours, and it may put ours back some day: call this again then."""
+        """Restores what was found wherever ours is. Another tool's function may still call ours,
+        and the tool may put ours back later: call this again then."""
         hidden = []
         for one in reversed(self._replaced):
             if getattr(one.owner, one.name) is one.ours:

@@ -1,1 +1,1 @@
-"""Bytes in, bytes out: float planes, entropy coders, packets, exchanges. No FSDP, no policy."""
+"""Bytes in, bytes out: float planes, entropy coders, payloads, exchanges. No FSDP, no policy."""

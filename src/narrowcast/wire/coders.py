@@ -1,8 +1,8 @@
 """Entropy coders behind one interface: bytes in, fewer bytes out, and exactly the same bytes back.
 
-A coder is named on the wire by ``wire_id`` and ``wire_version``, so that a stream of another coder
-or of an incompatible release is an error and never garbage. zstandard runs on the CPU; a CUDA
-tensor makes a round trip through host memory.
+A payload names its coder by ``wire_id`` and ``wire_version``, so that a stream of another coder or
+of an incompatible release is an error and is never decoded to wrong values. zstandard runs on the
+CPU; a CUDA tensor makes a round trip through host memory.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class CoderError(ValueError):
 
 
 class Coder(Protocol):
-    """What the codec asks of an entropy coder. Tensors are uint8, 1-D, and stay on their device."""
+    """The interface of an entropy coder. Tensors are uint8, 1-D, and stay on their device."""
 
     wire_id: int
     wire_version: int
@@ -26,13 +26,17 @@ class Coder(Protocol):
     def encode(self, data: Tensor) -> Tensor: ...
 
     def decode(self, stream: Tensor, size: int) -> Tensor:
-        """The ``size`` bytes that were encoded; raises ``CoderError`` if there are not as many."""
+        """The ``size`` bytes that were encoded.
+
+        Raises:
+            CoderError: the stream is damaged, or holds another number of bytes.
+        """
         ...
 
 
-# Planes of exponents and of differences have little to match but runs of one byte: a search for
+# Planes of exponents and of differences have few matches but repeats of one byte: a search for
 # matches of 7 bytes in the smallest table finds those, and leaves the rest to the Huffman coder. It
-# takes down to a third of the time of level 1 as it is, and up to 0.3 bits a value less.
+# takes as little as a third of the time of plain level 1, and up to 0.3 bits a value less.
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(
     1, strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6
 )
@@ -70,7 +74,7 @@ CODERS: dict[str, Coder] = {"zstd": Zstd()}
 
 
 def find_coder(name: str) -> Coder:
-    """The coder of that name; ``auto`` is the best one this machine has.
+    """The coder of that name; ``auto`` stands for the best one that this machine has.
 
     Raises:
         ValueError: no coder has this name.

@@ -1,7 +1,7 @@
 """Bit layouts of bf16, fp16 and fp32, and the integer views that the codecs work on.
 
-A float tensor is reinterpreted, never converted: ``bits`` is the same memory as a signed integer
-tensor, so NaN payloads, -0, infinities and subnormals pass through every function here unchanged.
+A float tensor is reinterpreted, never converted: ``bits`` is the same memory as a tensor of signed
+integers, so NaN payloads, -0, infinities and subnormals pass through every function unchanged.
 
     bf16   s eeeeeeee mmmmmmm                       exponent plane: 1 byte a value
     fp16   s eeeee mmmmmmmmmm                       sign-and-mantissa plane: 8, 11 and 24 bits

@@ -1,20 +1,20 @@
 """The layout of a payload, and every check made on one that arrives.
 
 A payload is what one rank sends of one parameter group. It starts with a header of fixed size,
-which says what follows, and ends with a body of as many bytes as this shard took:
+which describes the rest, and ends with a body of as many bytes as this shard takes:
 
-    header  +--------------------------------------------------------------------------------+
-          | magic, version | status | coder | number of runs | settings | sequence         |
-          | body size, checksum | checksum of the shard itself (0: not asked for)           |
-          | for each run: form, sizes of its three sections                                |
-          | checksum of the header                                                           |
-    body  | the sections, run after run (of a failed rank: what went wrong, as text)       |
-          +--------------------------------------------------------------------------------+
+    header  +------------------------------------------------------------------------------+
+            | magic, version | status | coder | number of chunks | settings | sequence     |
+            | body size, checksum | checksum of the shard itself (0: not verified)         |
+            | for each chunk: form, sizes of its three sections                            |
+            | checksum of the header                                                       |
+    body    | the sections, chunk after chunk (of a rank that failed: its error, as text)  |
+            +------------------------------------------------------------------------------+
 
-A run is a stretch of neighbouring parameters that share a scheme and a dtype. ``sequence`` counts
-the gathers that built what the sender keeps; a receiver with another count has other caches (0 in a
-reduce-scatter, which keeps nothing). The checks of a gather use only bytes that every rank of the
-group received, so all ranks raise the same error.
+A chunk is a sequence of neighbouring values that share a scheme and a dtype. ``sequence`` counts
+the gathers that went into the sender's cache; a receiver with another count has another cache (it
+is 0 in a reduce-scatter, which caches nothing). The checks of a gather use only bytes that every
+rank of the group received, so all ranks raise the same error.
 """
 
 import struct
@@ -39,14 +39,14 @@ _CHECKSUM = struct.Struct("<I")
 
 
 class Form(IntEnum):
-    """What the sections of an encoded shard hold; the number travels on the wire."""
+    """What the sections of an encoded chunk hold; its number is what the wire carries."""
 
     RAW = 0  # bits
     ENTROPY = 1  # sign-and-mantissa plane, coded exponents
     EXPONENT_BLOCKS = 2  # sign-and-mantissa plane, bitmap, coded exponents of changed blocks
     EXPONENT_DELTA = 3  # sign-and-mantissa plane, coded difference of exponents
     DELTA = 4  # coded byte planes of the difference; nothing if unchanged
-    # Of gradients (``narrowcast.reducescatter.codec``):
+    # For gradients (``narrowcast.reducescatter.codec``):
     ZEROS = 5  # nothing
     PLANES = 6  # sign-and-mantissa plane, coded where that is smaller; coded exponents
     HALVES = 7  # PLANES of the upper 16 bits; byte planes of the lower, coded where that is smaller
@@ -66,7 +66,7 @@ SECTIONS: dict[Form, int] = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """One encoded shard: its form and its uint8 sections, empty where there is nothing to say."""
+    """One encoded chunk: its form and its sections, uint8, which may be empty."""
 
     form: Form
     sections: tuple[Tensor, ...]
@@ -78,6 +78,7 @@ class Encoded:
 
 
 def encode_raw(bits_N: Tensor) -> Encoded:
+    """A chunk as it is."""
     return Encoded(Form.RAW, (bits_N.contiguous().view(torch.uint8),))
 
 
@@ -92,11 +93,11 @@ class Header:
 
     Attributes:
         settings: a digest of all that the ranks of a group must agree on.
-        sequence: gathers that built the sender's caches.
+        sequence: gathers that went into the sender's cache.
         body_size: in bytes.
         body_checksum, shard_checksum: from ``checksum``; of the body, and of the shard before it
             was encoded (0 where it is not to be verified).
-        chunks: form and section sizes in bytes of each run.
+        chunks: form and section sizes in bytes of each chunk.
     """
 
     status: Status
@@ -115,7 +116,7 @@ def header_size(num_chunks: int) -> int:
 
 
 def checksum(data: Tensor) -> int:
-    """A checksum of the memory of a contiguous tensor, never 0, which stands for "none".
+    """A checksum of the memory of a contiguous tensor; never 0, which stands for none.
 
     Any single changed byte and any swapped words change it. On the CPU a CRC-32; elsewhere, on the
     device, the sum of the 32-bit words, each multiplied by a factor of its position, modulo 2**64.
@@ -164,7 +165,8 @@ def pack(
 def pack_failure(
     error: Exception, *, num_chunks: int, settings: int, sequence: int, device: torch.device
 ) -> Tensor:
-    """The payload of a rank that could not encode: every rank raises its ``error``, itself too."""
+    """The payload of a rank that could not encode: every rank raises its ``error``, this rank
+    too."""
     message = f"{type(error).__name__}: {error}".partition("\n")[0]
     text = bytearray(message.encode(errors="replace"))
     body = torch.frombuffer(text, dtype=torch.uint8).to(device)
@@ -221,13 +223,13 @@ def unpack_header(data: bytes, num_chunks: int) -> Header:
 
 
 def num_chunks_of(data: bytes) -> int:
-    """How many runs a header says that it has."""
+    """The number of chunks that a header states."""
     (num_chunks,) = _NUM_CHUNKS.unpack_from(data, _NUM_CHUNKS_OFFSET)
     return num_chunks
 
 
 def unpack(payload: Tensor) -> tuple[Header, Tensor]:
-    """The header and the body of a payload, uint8, that says itself how many runs it has.
+    """The header and the body of a payload, uint8, of any number of chunks.
 
     Raises:
         PayloadError: the header is damaged, or of another format.
@@ -245,14 +247,14 @@ def _bytes(data: Tensor) -> bytes:
 
 
 def check_agreement(headers: dict[int, Header]) -> None:
-    """Whether the shards of a gather can be decoded with each other's caches.
+    """Checks that the shards of a gather can be decoded with the caches of all ranks.
 
     Args:
-        headers: by global rank. Each rank's own is among them, so that all come to the same
-            verdict.
+        headers: by global rank. Each rank's own is among them, so that all find the same.
 
     Raises:
-        SettingsError, OutOfStepError: they cannot.
+        SettingsError: ranks have different settings or coders.
+        OutOfStepError: ranks have different caches.
     """
     if len({header.settings for header in headers.values()}) > 1:
         raise SettingsError(
@@ -270,7 +272,7 @@ def check_agreement(headers: dict[int, Header]) -> None:
     if len({header.sequence for header in headers.values()}) > 1:
         sequences = {rank: header.sequence for rank, header in headers.items()}
         raise OutOfStepError(
-            f"ranks keep the values of different gathers (rank: count): {sequences}. A cache was "
+            f"ranks have cached different gathers (rank: count): {sequences}. A cache was "
             "dropped or a gather missed: call reset() of the handle on every rank, or restart"
         )
 
@@ -280,13 +282,13 @@ def unpack_body(header: Header, body: Tensor) -> list[Encoded]:
 
     Raises:
         PayloadError: the body is damaged.
-        SenderError: it is the message of a rank that could not encode.
+        SenderError: it holds the error of a rank that could not encode.
     """
     if checksum(body) != header.body_checksum:
         raise PayloadError("has a body that fails its checksum: it was damaged on its way")
     if header.status == Status.FAILED:
         message = _bytes(body).decode(errors="replace")
-        raise SenderError(f"says that its rank could not encode: {message}")
+        raise SenderError(f"reports that its rank could not encode: {message}")
     if sum(size for _, sizes in header.chunks for size in sizes) != body.numel():
         raise PayloadError("has sections that do not add up to its body")
     sections = iter(body.split([size for _, sizes in header.chunks for size in sizes]))

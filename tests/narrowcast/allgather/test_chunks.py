@@ -1,5 +1,5 @@
-"""What is cached of a shard when its compressions change: all that the new ones can use, to the
-bit."""
+"""What is cached of a shard when its compressions change: all that the new ones can use, bitwise
+identical."""
 
 import random
 from unittest.mock import patch
@@ -34,10 +34,10 @@ def cut(
         return make_chunks(params, {name: SCHEMES[of] for name, of in compressions.items()})
 
 
-def kept_of(cut_runs: tuple[Chunk, ...], shard_bytes: Tensor, own: bool) -> list[Tensor | None]:
-    """What a sender keeps of its own shard, or a receiver of it."""
-    keeps = codec.sender_cache if own else codec.receiver_cache
-    return [keeps(chunk.bits(shard_bytes), chunk.scheme, chunk.layout) for chunk in cut_runs]
+def cached_of(cut_chunks: tuple[Chunk, ...], shard_bytes: Tensor, own: bool) -> list[Tensor | None]:
+    """What a sender caches of its own shard, or a receiver of it."""
+    cache_of = codec.sender_cache if own else codec.receiver_cache
+    return [cache_of(chunk.bits(shard_bytes), chunk.scheme, chunk.layout) for chunk in cut_chunks]
 
 
 def random_shard(dtypes: dict[str, torch.dtype]) -> Tensor:
@@ -55,23 +55,23 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 @pytest.mark.parametrize("dtype", floats.LAYOUTS)
 @pytest.mark.parametrize("own", [True, False])
-def test_a_new_compression_finds_what_it_would_have_kept(dtype: torch.dtype, own: bool) -> None:
+def test_a_new_compression_finds_what_it_would_have_cached(dtype: torch.dtype, own: bool) -> None:
     dtypes = dict.fromkeys(SIZES, dtype)
     shard_bytes = random_shard(dtypes)
     for before in SCHEMES:
         for after in SCHEMES:
             old = cut(dict.fromkeys(SIZES, before), dtypes, longest=40)
             new = cut(dict.fromkeys(SIZES, after), dtypes, longest=104)
-            assert len(old) > len(new) > 1  # shards are longer than a run
-            found = rechunk(old, kept_of(old, shard_bytes, own), new)
-            expected = kept_of(new, shard_bytes, own)
+            assert len(old) > len(new) > 1  # shards are longer than a chunk
+            found = rechunk(old, cached_of(old, shard_bytes, own), new)
+            expected = cached_of(new, shard_bytes, own)
             if not USABLE.get((before, after)):
                 expected = [None] * len(new)
             assert all(map(same, found, expected)), (before, after)
             assert len(found) == len(new)
 
 
-def test_every_shard_of_a_group_keeps_what_it_can_through_many_changes() -> None:
+def test_every_shard_of_a_group_caches_what_it_can_through_many_changes() -> None:
     rng = random.Random(0)
     dtypes = {
         **{"a": torch.bfloat16, "b": torch.float16, "c": torch.bfloat16},
@@ -83,45 +83,45 @@ def test_every_shard_of_a_group_keeps_what_it_can_through_many_changes() -> None
         two = rng.sample(list(SCHEMES), 2)
         before, after = ({name: rng.choice(two) for name in SIZES} for _ in range(2))
         old, new = cut(before, dtypes, longest=40), cut(after, dtypes, longest=200)
-        found = rechunk(old, kept_of(old, shard_bytes, own=True), new)
-        for chunk, one, full in zip(new, found, kept_of(new, shard_bytes, own=True), strict=True):
+        found = rechunk(old, cached_of(old, shard_bytes, own=True), new)
+        for chunk, one, full in zip(new, found, cached_of(new, shard_bytes, own=True), strict=True):
             usable = chunk in old or all(
                 dtypes[name] != torch.int64 and USABLE.get((before[name], after[name]))
                 for name, _ in chunk.params
             )
             assert same(one, full if usable else None), (before, after, chunk)
             kinds.add((chunk.scheme.compression, usable, len(chunk.params) > 1))
-    # Runs of several parameters were among them, with all of them known and not.
+    # Chunks of several parameters were among them, with all of them known and not.
     assert {("delta", True, True), ("exponent", True, True), ("delta", False, True)} <= kinds
 
 
-def test_a_run_with_a_part_that_is_not_known_is_cold() -> None:
+def test_a_chunk_with_a_part_that_is_not_known_is_cold() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
     shard_bytes = random_shard(dtypes)
     old = cut(dict.fromkeys(SIZES, "delta"), dtypes, longest=104)
-    cached = kept_of(old, shard_bytes, own=False)
+    cached = cached_of(old, shard_bytes, own=False)
     cached[1] = None  # a part of ``a``
     new = cut({**dict.fromkeys(SIZES, "delta"), "c": "exponent"}, dtypes, longest=1000)
     assert [[name for name, _ in chunk.params] for chunk in new] == [["a"], ["c"], ["d", "e"]]
-    expected = [None, *kept_of(new, shard_bytes, own=False)[1:]]
+    expected = [None, *cached_of(new, shard_bytes, own=False)[1:]]
     assert all(map(same, rechunk(old, cached, new), expected))
 
 
-def test_hashes_are_cached_as_long_as_their_run_stays_as_it_is() -> None:
+def test_hashes_stay_cached_as_long_as_their_chunk_stays_as_it_is() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
     shard_bytes = random_shard(dtypes)
     compressions = {**dict.fromkeys(SIZES, "hashes"), "e": "delta"}
     old = cut(compressions, dtypes, longest=1000)
     new = cut({**compressions, "e": "entropy"}, dtypes, longest=1000)
     for own in (True, False):
-        cached = kept_of(old, shard_bytes, own)
+        cached = cached_of(old, shard_bytes, own)
         found = rechunk(old, cached, new)
         assert same(found[0], cached[0])
         assert found[0] is not None
         assert found[-1] is None
 
 
-def test_what_was_not_kept_yet_stays_cold() -> None:
+def test_what_was_not_cached_yet_stays_cold() -> None:
     dtypes = dict.fromkeys(SIZES, torch.bfloat16)
     old = cut(dict.fromkeys(SIZES, "delta"), dtypes, longest=40)
     new = cut(dict.fromkeys(SIZES, "exponent"), dtypes, longest=104)

@@ -1,4 +1,4 @@
-"""One shard there and back: every bit the same, never more bytes than raw, and only what is due."""
+"""A chunk is decoded bitwise identical, never takes more than its bits, and only what is due."""
 
 from dataclasses import replace
 
@@ -62,7 +62,7 @@ def every_pattern() -> Tensor:
 def send(
     new: Tensor, old: Tensor | None, scheme: Scheme, dtype: torch.dtype
 ) -> tuple[Encoded, Tensor]:
-    """What crosses, and what comes out of it, where ``old`` was sent before."""
+    """What is sent, and what is decoded from it, where ``old`` was sent before."""
     layout = LAYOUTS[dtype]
     at_sender = None if old is None else codec.sender_cache(old, scheme, layout)
     at_receiver = None if old is None else codec.receiver_cache(old, scheme, layout)
@@ -71,7 +71,7 @@ def send(
     return encoded, decoded
 
 
-def assert_crosses(new: Tensor, old: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Encoded:
+def assert_arrives(new: Tensor, old: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> Encoded:
     encoded, decoded = send(new, old, scheme, dtype)
     assert decoded.dtype == new.dtype
     assert torch.equal(decoded, new)
@@ -93,7 +93,7 @@ def mantissas_and_signs_changed(bits: Tensor, layout: FloatLayout) -> Tensor:
 
 @each_dtype
 @each_scheme
-def test_shards_of_any_size_and_change_cross_bit_for_bit_in_no_more_than_raw(dtype, scheme):
+def test_chunks_of_any_size_and_change_arrive_bitwise_identical_and_no_larger(dtype, scheme):
     layout = LAYOUTS[dtype]
     for size in SIZES:
         old = weights(size, dtype)
@@ -102,14 +102,14 @@ def test_shards_of_any_size_and_change_cross_bit_for_bit_in_no_more_than_raw(dty
         one = with_exponents_changed(old, [size // 2] if size else [], layout)
         noise = torch.randint(0, 1 << 32, (size,)).to(layout.bits)
         for new in (old, one, few, weights(size, dtype, seed=2), noise):
-            assert_crosses(new, old, scheme, dtype)
+            assert_arrives(new, old, scheme, dtype)
         for new in (old, noise, torch.zeros_like(old)):
-            assert_crosses(new, None, scheme, dtype)
+            assert_arrives(new, None, scheme, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @each_scheme
-def test_every_pattern_crosses_in_the_form_of_its_compression(dtype, scheme):
+def test_every_pattern_arrives_in_the_form_of_its_compression(dtype, scheme):
     old = every_pattern()
     names = {scheme: name for name, scheme in SCHEMES.items()}
     form = WINNING_FORM.get(names[scheme], Form.EXPONENT_BLOCKS)
@@ -117,17 +117,17 @@ def test_every_pattern_crosses_in_the_form_of_its_compression(dtype, scheme):
     # Differences of one, between neighbouring NaNs, infinities and both zeros; mirrored signs; all
     # patterns at once as difference and as value.
     for new in (old ^ 1, old + 1, few_exponents):
-        assert assert_crosses(new, old, scheme, dtype).form == form
+        assert assert_arrives(new, old, scheme, dtype).form == form
     for new in (old.flip(0), old ^ (1 << 14), old.roll(4097), torch.zeros_like(old)):
-        assert_crosses(new, old, scheme, dtype)
-        assert_crosses(old, new, scheme, dtype)
+        assert_arrives(new, old, scheme, dtype)
+        assert_arrives(old, new, scheme, dtype)
     cold_form = Form.RAW if form == Form.RAW else Form.ENTROPY
-    assert assert_crosses(old, None, scheme, dtype).form == cold_form
+    assert assert_arrives(old, None, scheme, dtype).form == cold_form
 
 
 @each_dtype
 @each_scheme
-def test_caches_at_both_ends_stay_alike_over_many_steps(dtype, scheme):
+def test_caches_of_sender_and_receiver_stay_equal_over_many_steps(dtype, scheme):
     layout = LAYOUTS[dtype]
     at_sender = at_receiver = None
     bits = weights(1500, dtype)
@@ -144,18 +144,18 @@ def test_caches_at_both_ends_stay_alike_over_many_steps(dtype, scheme):
 
 
 @each_dtype
-def test_an_unchanged_shard_sends_only_what_the_receiver_does_not_keep(dtype):
+def test_an_unchanged_shard_sends_only_what_the_receiver_has_not_cached(dtype):
     bits = weights(3001, dtype)
     plane = floats.sign_mantissa_bytes(3001, LAYOUTS[dtype])
-    assert assert_crosses(bits, bits, SCHEMES["delta"], dtype).size == 0
-    assert assert_crosses(bits, bits, SCHEMES["exponent_delta"], dtype).size == plane
+    assert assert_arrives(bits, bits, SCHEMES["delta"], dtype).size == 0
+    assert assert_arrives(bits, bits, SCHEMES["exponent_delta"], dtype).size == plane
     for block_check in ("compare", "hash"):
         scheme = replace(BLOCKS, block_check=block_check)
-        assert assert_crosses(bits, bits, scheme, dtype).size == plane + 1  # 6 blocks, 6 bits
+        assert assert_arrives(bits, bits, scheme, dtype).size == plane + 1  # 6 blocks, 6 bits
 
 
 @each_dtype
-def test_what_is_kept_takes_the_stated_memory(dtype):
+def test_what_is_cached_takes_the_stated_memory(dtype):
     bits, layout = weights(1025, dtype), LAYOUTS[dtype]
     cache_bytes = {
         name: [
@@ -174,11 +174,11 @@ def test_what_is_kept_takes_the_stated_memory(dtype):
 
 
 @each_dtype
-def test_each_compression_that_keeps_more_sends_less(dtype):
+def test_each_compression_that_caches_more_sends_less(dtype):
     old = weights(50_000, dtype)
     new = old + torch.randint(-1, 2, old.shape).to(old.dtype)
     sizes = [
-        assert_crosses(new, old, SCHEMES[name], dtype).size
+        assert_arrives(new, old, SCHEMES[name], dtype).size
         for name in ("delta", "exponent_delta", "entropy", "none")
     ]
     assert sizes == sorted(sizes)
@@ -197,7 +197,7 @@ def test_exactly_the_blocks_whose_exponents_changed_are_sent(dtype, block_check,
     for positions in ([0, size - 1], [1, 2, 703, 2500], [], list(range(size))):
         new = mantissas_and_signs_changed(old, layout)
         new = with_exponents_changed(new, positions, layout)
-        encoded = assert_crosses(new, old, scheme, dtype)
+        encoded = assert_arrives(new, old, scheme, dtype)
         assert encoded.form == Form.EXPONENT_BLOCKS
         plane, bitmap, section = encoded.sections
         assert torch.equal(plane, floats.sign_mantissa(new, layout))
@@ -254,7 +254,7 @@ def test_hashes_are_splitmix64_chained_over_the_words_of_a_block():
 
 
 @pytest.mark.parametrize("block_size", [8, 13, 512])
-def test_either_half_of_a_hash_tells_one_changed_byte_and_another_order(block_size):
+def test_either_half_of_a_hash_changes_with_one_byte_and_with_the_order(block_size):
     block = torch.randint(0, 256, (block_size,)).to(torch.uint8)
     variants = block.repeat(3 * block_size + 1, 1)
     i = torch.arange(block_size)
@@ -278,7 +278,7 @@ def test_either_half_of_a_hash_tells_one_changed_byte_and_another_order(block_si
 
 @each_dtype
 @each_scheme
-def test_neither_end_writes_to_what_it_is_given_nor_needs_it_aligned(dtype, scheme):
+def test_nothing_is_written_to_arguments_nor_need_they_be_aligned(dtype, scheme):
     layout = LAYOUTS[dtype]
     old, new = weights(1604, dtype)[3:], weights(1604, dtype, seed=1)[3:]
     new[100:] = old[100:] + 1
@@ -310,7 +310,7 @@ def test_a_section_of_another_size_is_an_error(dtype, scheme):
     new = with_exponents_changed(old, [5, 700, 1400], layout)
     says_unchanged = (Form.DELTA, 0), (Form.EXPONENT_DELTA, 1)
     for bits, before in ((new, old), (old ^ 1, old), (new, None)):
-        encoded = assert_crosses(bits, before, scheme, dtype)
+        encoded = assert_arrives(bits, before, scheme, dtype)
         cached = None if before is None else codec.receiver_cache(before, scheme, layout)
         for i, section in enumerate(encoded.sections):
             for size in {0, section.numel() - 1, section.numel() + 1} - {section.numel(), -1}:
@@ -331,7 +331,7 @@ def test_a_bitmap_that_does_not_fit_its_exponents_is_an_error():
     cached = codec.receiver_cache(old, scheme, layout)
     for positions in ([5, 700], []):
         new = with_exponents_changed(old, positions, layout)
-        encoded = assert_crosses(new, old, scheme, torch.bfloat16)
+        encoded = assert_arrives(new, old, scheme, torch.bfloat16)
         plane, bitmap, section = encoded.sections
         for block in range(17):
             flipped = bitmap.clone()
@@ -343,10 +343,10 @@ def test_a_bitmap_that_does_not_fit_its_exponents_is_an_error():
 
 @each_dtype
 @pytest.mark.parametrize("name", ["delta", "exponent_delta", "blocks"])
-def test_a_difference_that_arrives_where_nothing_is_kept_is_an_error(dtype, name):
+def test_a_difference_that_arrives_where_nothing_is_cached_is_an_error(dtype, name):
     bits, layout = weights(600, dtype), LAYOUTS[dtype]
     for new in (bits, with_exponents_changed(bits, [5], layout)):
-        encoded = assert_crosses(new, bits, SCHEMES[name], dtype)
+        encoded = assert_arrives(new, bits, SCHEMES[name], dtype)
         assert encoded.form not in (Form.RAW, Form.ENTROPY)
         with pytest.raises(ValueError, match="nothing is cached"):
             codec.decode(encoded, None, 600, SCHEMES[name], layout, CODER)

@@ -1,4 +1,4 @@
-"""When something is wrong, every rank raises the same named error, and soon."""
+"""When something is wrong, every rank raises the same error, which names it, and soon."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +29,7 @@ def _tamper(handle: NarrowedModel, change: Callable[[torch.Tensor, int], torch.T
         for state in comm.states.values():
             prepared = state.prepared
             if _is_culprit() and prepared is not None:
-                payload = change(prepared.payload.clone(), state.header_size)
+                payload = change(prepared.payload.clone(), state.codec.header_size)
                 state.prepared = replace(prepared, payload=payload)
 
 
@@ -38,7 +38,7 @@ def _flip_first_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
     return payload
 
 
-def _flip_head_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
+def _flip_header_byte(payload: torch.Tensor, header_size: int) -> torch.Tensor:
     payload[header_size // 2] ^= 1
     return payload
 
@@ -54,20 +54,19 @@ def _drop_cache(handle: NarrowedModel) -> None:
 
 
 def _damage_cache(handle: NarrowedModel) -> None:
-    """A bit of what rank 1 keeps of rank 0's shard."""
+    """Flips a bit of what rank 1 caches of rank 0's shard."""
     if _is_culprit():
         for comm in handle._comms:
             for state in comm.states.values():
-                state.cache[0][0][0] ^= 1
+                state.codec.cache[0][0][0] ^= 1
 
 
 def _encode_with(coder: Zstd, handle: NarrowedModel) -> None:
     """On one rank, encodes everything from now on with another coder."""
     if _is_culprit():
         for comm in handle._comms:
-            comm.coder = coder
             for state in comm.states.values():
-                state.prepared = None
+                state.codec.coder, state.prepared = coder, None
 
 
 def _fail_to_encode(handle: NarrowedModel) -> None:
@@ -96,8 +95,8 @@ def _flip_magic(handle: NarrowedModel) -> None:
     _tamper(handle, _flip_first_byte)
 
 
-def _flip_head(handle: NarrowedModel) -> None:
-    _tamper(handle, _flip_head_byte)
+def _flip_header(handle: NarrowedModel) -> None:
+    _tamper(handle, _flip_header_byte)
 
 
 def _flip_body(handle: NarrowedModel) -> None:
@@ -106,7 +105,7 @@ def _flip_body(handle: NarrowedModel) -> None:
 
 FAULTS = {
     _flip_magic: ("PayloadError", "rank 1"),
-    _flip_head: ("PayloadError", "rank 1"),
+    _flip_header: ("PayloadError", "rank 1"),
     _flip_body: ("PayloadError", "rank 1"),
     _drop_cache: ("OutOfStepError", "reset()"),
     _fail_to_encode: ("SenderError", "no memory for the coder"),
@@ -258,9 +257,9 @@ def _budget_of_a_fixed_compression() -> str:
     return str(error.value)
 
 
-def test_what_only_auto_heeds_is_refused_with_a_fixed_compression(ranks) -> None:
+def test_what_only_auto_uses_is_refused_with_a_fixed_compression(ranks) -> None:
     for message in ranks(2).run(_budget_of_a_fixed_compression):
-        assert "not 'delta'" in message
+        assert 'not "delta"' in message
 
 
 def test_a_model_that_is_not_sharded_is_refused() -> None:
@@ -318,7 +317,7 @@ def _groups_narrowed(parameters: list[str], compression: str) -> list[bool]:
     return narrowed
 
 
-def test_groups_with_nothing_to_treat_are_left_to_fsdp(ranks) -> None:
+def test_groups_with_nothing_to_compress_are_left_to_fsdp(ranks) -> None:
     assert ranks(2).run(_groups_narrowed, ["0.*"], "delta") == [[False, True, False]] * 2
     assert ranks(2).run(_groups_narrowed, ["*"], "none") == [[True] * 3] * 2
 

@@ -93,7 +93,7 @@ def _casts_on_one_rank() -> None:
         handle.remove()
 
 
-def test_ranks_whose_shards_differ_in_size_are_not_told_of_a_damaged_payload(ranks) -> None:
+def test_shards_that_differ_in_size_are_not_reported_as_a_damaged_payload(ranks) -> None:
     outcomes = ranks(2).outcomes(_casts_on_one_rank, timeout_s=30)
     assert {outcome.type for outcome in outcomes} == {"SettingsError"}
     assert len({outcome.message for outcome in outcomes}) == 1

@@ -1,4 +1,4 @@
-"""Narrowing costs the memory that its compression says, and of payloads one group's at a time."""
+"""Narrowing costs the memory that its compression states, and one group's payloads at a time."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ GROUP_BYTES = 2 * WIDTH * WIDTH  # of one gathered layer
 GRADIENT_BYTES = 4 * WIDTH * WIDTH  # of one layer, in the reduce dtype
 
 
-def _kept_and_peaks(
+def _cached_and_peaks(
     compression: dict | None, gradients: str | None = None
 ) -> tuple[int, list[int]]:
     """Bytes of the caches, and of all that was allocated at once in each of three steps, on this
@@ -76,11 +76,11 @@ def _measured(
     """Bytes of the caches, and the median of all peaks of ranks and steps, since gloo's threads
     allocate at times of their own."""
     settings = None if compression is None else COMPRESSIONS[compression]
-    cached, peaks = zip(*ranks.run(_kept_and_peaks, settings, gradients), strict=True)
+    cached, peaks = zip(*ranks.run(_cached_and_peaks, settings, gradients), strict=True)
     return set(cached), median(peak for of_rank in peaks for peak in of_rank)
 
 
-KEPT_BYTES = {
+CACHE_BYTES = {
     "delta": 2 * PARAMETERS,
     "exponent": PARAMETERS,
     "blocks-hash": PARAMETERS * 3 // 4 + 16 * PARAMETERS // 4 // 64,
@@ -89,10 +89,10 @@ KEPT_BYTES = {
 }
 
 
-@pytest.mark.parametrize("name", wide_but(KEPT_BYTES, "delta", "exponent"))
-def test_what_is_kept_is_what_the_compression_says(ranks, name: str) -> None:
+@pytest.mark.parametrize("name", wide_but(CACHE_BYTES, "delta", "exponent"))
+def test_what_is_cached_is_what_the_compression_states(ranks, name: str) -> None:
     cached, _ = _measured(ranks(4), name)
-    assert cached == {KEPT_BYTES[name]}
+    assert cached == {CACHE_BYTES[name]}
 
 
 @pytest.mark.parametrize("name", ["delta", "exponent", "entropy"])
@@ -100,12 +100,12 @@ def test_a_step_needs_beyond_it_one_groups_payload_at_most(ranks, name: str) -> 
     """Its peak may include the caches, where they are made anew within it."""
     _, plain_peak = _measured(ranks(4))
     _, peak = _measured(ranks(4), name)
-    assert peak <= plain_peak + KEPT_BYTES[name] + GROUP_BYTES
+    assert peak <= plain_peak + CACHE_BYTES[name] + GROUP_BYTES
 
 
 @pytest.mark.parametrize("gradients", ["entropy", "none"])
-def test_reductions_need_the_pieces_of_one_group_at_most(ranks, gradients: str) -> None:
-    """Those that a rank sends and those that come in are all but its own, coded or not."""
+def test_reductions_need_the_payloads_of_one_group_at_most(ranks, gradients: str) -> None:
+    """Those that a rank sends and those that arrive are all but its own, compressed or not."""
     _, plain_peak = _measured(ranks(4))
     _, peak = _measured(ranks(4), None, gradients)
     assert peak <= plain_peak + GRADIENT_BYTES

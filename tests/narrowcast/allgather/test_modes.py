@@ -1,4 +1,4 @@
-"""What is kept from call to call does not depend on the mode in which it was made."""
+"""What is cached from call to call does not depend on the mode in which it was made."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,7 +119,7 @@ def _narrows_by_measurement_under_a_default_device() -> bool:
     return chosen
 
 
-def test_nor_where_shards_are_looked_at(ranks) -> None:
+def test_caches_serve_in_every_mode_where_shards_are_sampled(ranks) -> None:
     assert ranks(2).run(_narrows_by_measurement_under_a_default_device) == [True] * 2
 
 

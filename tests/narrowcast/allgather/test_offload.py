@@ -1,4 +1,4 @@
-"""Caches in host memory come back to the bit, however late or soon the device does its work."""
+"""Caches in host memory come back bitwise identical, however late the device does its work."""
 
 import os
 import weakref
@@ -28,7 +28,7 @@ _copy, _to_device = Tensor.copy_, HostCopies.to_device
 
 @dataclass(eq=False)
 class Stream:
-    """Work in order. A late one does none before somebody waits for it; others do it at once."""
+    """Work in order. A late stream does none before it is waited for; others do it at once."""
 
     late: bool
     work: deque[Callable[[], object]] = field(default_factory=deque)
@@ -143,7 +143,7 @@ def _rows(seed: int) -> list[list[Tensor]]:
     ]
 
 
-def _keep(cached: ShardCache, rows: list[list[Tensor]], empty: Callable[..., Tensor]) -> None:
+def _store(cached: ShardCache, rows: list[list[Tensor]], empty: Callable[..., Tensor]) -> None:
     for rank, row in enumerate(rows):
         for chunk, values in enumerate(row):
             tensor = empty(values.shape, dtype=values.dtype)
@@ -171,12 +171,12 @@ def _same(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("late", ["copying", "computing"])
-def test_what_comes_back_is_to_the_bit_what_was_kept(late: str, ahead: bool) -> None:
+def test_what_comes_back_is_bitwise_identical_to_what_was_cached(late: str, ahead: bool) -> None:
     read = []
     with emulated(late) as device:
         cached = ShardCache(2, 4, HostCopies(CPU, device.copying))
         for seed in range(3):
-            _keep(cached, _rows(seed), device.empty)
+            _store(cached, _rows(seed), device.empty)
             if ahead:
                 cached.fetch()
             read += [_taken(cached), _taken(cached)]
@@ -185,11 +185,11 @@ def test_what_comes_back_is_to_the_bit_what_was_kept(late: str, ahead: bool) -> 
     assert cached.nbytes == sum(values.nbytes for row in _rows(0) for values in row)
 
 
-def test_buffers_are_pinned_and_written_over() -> None:
+def test_buffers_are_pinned_and_overwritten() -> None:
     with emulated("copying") as device:
         cached = ShardCache(2, 4, HostCopies(CPU, device.copying))
         for seed in range(3):
-            _keep(cached, _rows(seed), device.empty)
+            _store(cached, _rows(seed), device.empty)
         assert device.pinned == [buffer.data_ptr() for rank in range(2) for buffer in cached[rank]]
 
 
@@ -198,7 +198,7 @@ def test_devices_without_streams_copy_plainly() -> None:
     cached = ShardCache(2, 4, copies)
     assert cached.take(1) == [None] * 4
     for seed in range(2):
-        _keep(cached, _rows(seed), torch.empty)
+        _store(cached, _rows(seed), torch.empty)
         cached.fetch()
         assert _same(_taken(cached), _rows(seed))
     assert cached.take(0)[0].data_ptr() != cached[0][0].data_ptr()
@@ -265,7 +265,7 @@ def _take(cached: ShardCache) -> None:
 MICROBATCH = "RABC" + "CBA"  # forward, backward; the root stays gathered in between
 
 
-def test_a_gather_finds_what_it_needs_fetched_and_one_group_more_is_held_at_most() -> None:
+def test_a_gather_finds_what_it_needs_fetched_and_at_most_one_group_more_is_on_the_device() -> None:
     groups, prefetcher = _groups(), Prefetcher()
     before = ""
     for microbatch in range(4):
@@ -279,7 +279,7 @@ def test_a_gather_finds_what_it_needs_fetched_and_one_group_more_is_held_at_most
             before = name
 
 
-def test_gathers_that_overlap_hold_no_group_beyond_themselves() -> None:
+def test_gathers_that_overlap_fetch_no_group_beyond_themselves() -> None:
     groups, prefetcher = _groups(), Prefetcher()
     prefetcher.starts(groups["R"])
     for name, following in pairwise(3 * "RABCBA"):
@@ -338,7 +338,9 @@ def _differs_after_changes_of_compression() -> bool:
         handle, _ = narrow(setup, model, optimizer)
         train(setup, model, optimizer)
         held = [
-            weakref.ref(state.cache) for comm in handle._comms for state in comm.states.values()
+            weakref.ref(state.codec.cache)
+            for comm in handle._comms
+            for state in comm.states.values()
         ]
         for comm in handle._comms:
             comm.change_schemes({name: Scheme("exponent") for name in comm.schemes})

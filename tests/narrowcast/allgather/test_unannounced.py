@@ -1,4 +1,4 @@
-"""What a change costs that nobody announced: the buffer that was announced, and the payload again.
+"""What an unannounced change costs: the buffer that was announced, and the payload again.
 
 `python -m tests.narrowcast.allgather.test_unannounced` prints the figures of docs/all_gather.md.
 """
@@ -15,7 +15,7 @@ from tests.narrowcast.training import local
 from tests.ranks import Ranks
 
 SIZE = 512
-TOLERANCE = 0.1  # bits, of heads and padding
+TOLERANCE = 0.1  # bits, of headers and padding
 
 
 def _bits(handle: NarrowedModel, model: nn.Module) -> float:
@@ -73,9 +73,9 @@ def test_an_unannounced_change_costs_the_announced_buffer_and_the_payload_again(
         def about(name: str, bits: float, found: dict[str, float] = found) -> bool:
             return abs(found[name] - bits) < TOLERANCE
 
-        # Where nothing was announced a head is sent, and then the payload.
+        # Where nothing was announced a header is sent, and then the payload.
         assert about("a step, not announced", found["a step, announced"])
-        # All bits are new: raw after what was announced.
+        # All bits are new: uncompressed after what was announced.
         assert about("cold, then other bits", found["cold, announced"] + 16)
         assert about("other weights, not announced", found["other weights, announced"])
         both = found["a step, announced"] + found["other weights, announced"]

@@ -1,5 +1,5 @@
 """Links and coders are measured alike on all ranks. Times come from a clock that each reading moves
-on by so much on this rank: an operation takes two readings, whatever it does."""
+on by a constant of the rank: an operation takes two readings, whatever it does."""
 
 import itertools
 import json
@@ -18,8 +18,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from narrowcast.agreement import sharded_groups
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.autotune import calibration
-from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, HostLink
+from narrowcast.autotune import calibration, links, stopwatch
+from narrowcast.autotune.calibration import Calibration, HostLink
+from narrowcast.autotune.coder_speed import CoderSpeed
+from narrowcast.autotune.curves import Curve, fit
+from narrowcast.autotune.links import Links
 from narrowcast.telemetry.collectives import count_collectives
 from narrowcast.wire.coders import CODERS
 
@@ -29,7 +32,7 @@ SHARD_BYTES = WIDTH * WIDTH * 2 // 2  # bf16, over two ranks
 
 def test_fit_finds_the_line_that_times_lie_on() -> None:
     sizes = [1 << 10, 1 << 14, 1 << 18, 5 << 20]
-    curve = calibration.fit(sizes, [3e-4 + size / 25e6 for size in sizes])
+    curve = fit(sizes, [3e-4 + size / 25e6 for size in sizes])
     assert curve.latency == pytest.approx(3e-4)
     assert curve.seconds_per_byte == pytest.approx(1 / 25e6)
     assert curve.seconds(1 << 20) == pytest.approx(3e-4 + (1 << 20) / 25e6)
@@ -41,18 +44,18 @@ def test_fit_is_never_negative(seconds: list[float]) -> None:
     sizes = [1 << 10, 1 << 16, 1 << 20]
     slope, latency = np.polyfit(sizes, seconds, 1)
     assert min(slope, latency) < 0  # as an unbounded fit would be
-    curve = calibration.fit(sizes, seconds)
+    curve = fit(sizes, seconds)
     assert curve.latency >= 0
     assert curve.seconds_per_byte >= 0
 
 
-def test_fit_favours_large_sizes_and_tells_how_far_off_they_are() -> None:
+def test_fit_favours_large_sizes_and_reports_how_far_off_they_are() -> None:
     sizes = [1 << 10, 1 << 18, 1 << 20, 1 << 22]
     true = [1e-3 + size / 10e6 for size in sizes]
-    disturbed = calibration.fit(sizes, [3 * true[0], *true[1:]])
+    disturbed = fit(sizes, [3 * true[0], *true[1:]])
     assert disturbed.seconds(5 << 20) == pytest.approx(1e-3 + (5 << 20) / 10e6, rel=0.01)
     assert disturbed.error < 0.02
-    bent = calibration.fit(sizes, [*true[:2], 1.3 * true[2], true[3]])
+    bent = fit(sizes, [*true[:2], 1.3 * true[2], true[3]])
     pairs = zip(bent.nbytes, bent.measured, strict=True)
     deviations = [abs(bent.seconds(nbytes) / seconds - 1) for nbytes, seconds in pairs]
     assert bent.error == pytest.approx(max(deviations[1:]))
@@ -97,8 +100,9 @@ def _calibrate(
 
     with (
         patch.object(calibration, "perf_counter", read),
+        patch.object(stopwatch, "perf_counter", read),
         patch("narrowcast.util.time", SimpleNamespace(perf_counter=read)),
-        patch.object(calibration, "NarrowAllGather", SlowGather),
+        patch.object(links, "NarrowAllGather", SlowGather),
     ):
         measured = calibration.calibrate(groups, CODERS, cache_device="cpu", seconds=seconds)
     stop()
@@ -133,7 +137,7 @@ def test_every_process_group_is_measured_up_to_its_largest_shard(ranks) -> None:
     assert measured.host is None  # the device is the host
 
 
-def test_what_a_narrowed_gather_takes_by_the_size_of_the_shard_is_measured(ranks) -> None:
+def test_what_a_narrowed_gather_takes_for_a_larger_shard_is_measured(ranks) -> None:
     outcome, _ = ranks(2).run(_calibrate, [2.0**-20] * 2, 3.0, 1e-8)
     links = next(iter(outcome.calibration.links.values()))
     assert links.gather_overhead < 2e-6
@@ -158,15 +162,15 @@ def test_a_slower_rank_slows_all_and_none_waits_for_another(ranks) -> None:
 def _example() -> Calibration:
     def line(latency: float, bytes_per_second: float) -> Curve:
         sizes = [1 << 18, 1 << 20]
-        return calibration.fit(sizes, [latency + size / bytes_per_second for size in sizes])
+        return fit(sizes, [latency + size / bytes_per_second for size in sizes])
 
     slow, fast = line(5e-4, 12.5e6 / 3), line(3e-5, 1e9)
-    links = calibration.Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 4e-9, 7e-4)
+    links = Links((0, 1, 2, 8), slow, slow, line(1e-3, 25e6 / 3), 2e-3, 4e-9, 7e-4)
     coder = CoderSpeed("zstd", 150e6, 600e6, 3.07, 0.25)
     return Calibration({"7": links}, {"zstd": coder}, 3e6, 431e6, HostLink(fast, fast), 2.5)
 
 
-def test_the_table_tells_rates_of_the_link() -> None:
+def test_the_table_has_the_rates_of_the_link() -> None:
     text = calibration.table(_example())
     columns = ["ranks", "all-gather", "reduce-scatter", "pairwise", "narrowed", "gather", "sizes"]
     header, group, _, coder, rest = text.splitlines()

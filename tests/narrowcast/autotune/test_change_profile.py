@@ -1,4 +1,4 @@
-"""What changes from step to step is counted exactly, and put together as if on one rank."""
+"""Changes from step to step are counted exactly, and put together as if on one rank."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -45,11 +45,11 @@ def test_counts_are_those_of_a_loop_over_values(numel: int, block_size: int) -> 
     old_exponents = floats.exponents(old_N, BF16)
     counts = count(floats.exponents(new_N, BF16) != old_exponents, block_size).tolist()
 
-    def pieces(size: int) -> list[bool]:
+    def parts_of(size: int) -> list[bool]:
         return [any(changed[start : start + size]) for start in range(0, numel, size)]
 
-    parts = [pieces(-(-numel // factor)) for factor in FACTORS]
-    expected = [pieces(size) for size in (1, block_size, *BLOCK_SIZES)] + parts
+    parts = [parts_of(-(-numel // factor)) for factor in FACTORS]
+    expected = [parts_of(size) for size in (1, block_size, *BLOCK_SIZES)] + parts
     assert counts == [sum(flags) for flags in expected]
     assert sizes(numel, block_size)[1:] == [len(flags) for flags in expected[1:]]
     changes = count_changes(new_N, old_exponents, BF16, block_size)
@@ -58,7 +58,7 @@ def test_counts_are_those_of_a_loop_over_values(numel: int, block_size: int) -> 
 
 @dataclass
 class Group:
-    """A rank's shards of a parameter group, as a recorder asks for them."""
+    """As much of a parameter group as a recorder asks for."""
 
     place: int
     names: tuple[str, ...]
@@ -91,8 +91,12 @@ def _two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMES = ("norm.weight", "attention.wq.weight")
 
 
-def watched(steps_of: list[list[Tensor]], sample: int = 1 << 20, settled_after: int = 2) -> dict:
-    """What two ranks see of two whole parameters, by step and parameter."""
+def profiled(steps_of: list[list[Tensor]], sample: int = 1 << 20, settled_after: int = 2) -> dict:
+    """The merged profile of two ranks, each with its half of two parameters.
+
+    Args:
+        steps_of: the whole parameters, by step and parameter.
+    """
     recorded = []
     for place in range(2):
         group = Group(place, NAMES, [])
@@ -106,7 +110,7 @@ def watched(steps_of: list[list[Tensor]], sample: int = 1 << 20, settled_after: 
 
 
 def training(num_steps: int) -> list[list[Tensor]]:
-    """A norm that stays but for one step in its second half, and a matrix that drifts."""
+    """A norm whose second half changes in one step, and a matrix that drifts."""
     generator = torch.Generator().manual_seed(0)
     norm, matrix = torch.ones(100), torch.randn(6000, generator=generator)
     steps = []
@@ -127,7 +131,7 @@ def changed(steps: list[list[Tensor]], step: int, param: int, before: int = 1) -
 
 def test_rates_of_all_ranks_are_those_of_the_whole_parameters() -> None:
     steps = training(5)
-    profile = watched(steps)
+    profile = profiled(steps)
     by_step = profile["exponent_change_by_step"]
     assert [entry["step"] for entry in by_step] == [2, 3, 4, 5]
     for entry in by_step:
@@ -153,9 +157,9 @@ def test_rates_of_all_ranks_are_those_of_the_whole_parameters() -> None:
     assert rates["attention"][BLOCK_SIZES.index(512)] == sum(of_512) / len(of_512)
 
 
-def test_other_world_sizes_are_those_of_really_sharding_so() -> None:
+def test_rates_of_other_world_sizes_are_those_of_sharding_over_them() -> None:
     steps = training(5)
-    points = watched(steps)["shard_change_by_world_size"]
+    points = profiled(steps)["shard_change_by_world_size"]
     assert [(p["world_size"], p["how"]) for p in points] == [
         (1, "joined"),
         (2, "measured"),
@@ -176,7 +180,7 @@ def test_other_world_sizes_are_those_of_really_sharding_so() -> None:
 
 def test_intervals_compare_with_the_exponents_of_so_many_steps_before() -> None:
     steps = training(6)
-    given = watched(steps, settled_after=4)["exponent_change_by_interval"]
+    given = profiled(steps, settled_after=4)["exponent_change_by_interval"]
     assert given["sampled_share"] == 1
     for interval, rate in zip(given["intervals"], given["rates"], strict=True):
         pairs = [step for step in (5, 6) if step > interval]
@@ -186,7 +190,7 @@ def test_intervals_compare_with_the_exponents_of_so_many_steps_before() -> None:
 
 
 def test_a_sample_is_of_every_shard_and_bounded() -> None:
-    given = watched(training(4), sample=100)["exponent_change_by_interval"]
+    given = profiled(training(4), sample=100)["exponent_change_by_interval"]
     # Of 50 and 3000 values on each rank, every 31st.
     assert given["sampled_share"] == (2 + 97) / 3050
     assert given["rates"][0] > 0
@@ -211,7 +215,7 @@ def test_both_checks_are_timed_on_every_shard(monkeypatch: pytest.MonkeyPatch) -
 
         def recorded(x_N: Tensor, *rest: object, name: str = name, call=original) -> Tensor:
             checked.append((name, x_N.numel()))
-            # ShardCache exponents lie in memory of their own.
+            # Cached exponents lie in memory of their own.
             assert not any(isinstance(y, Tensor) and y.data_ptr() == x_N.data_ptr() for y in rest)
             return call(x_N, *rest)
 

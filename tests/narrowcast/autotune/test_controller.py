@@ -1,5 +1,5 @@
-"""Compressions are chosen in training: alike on all ranks, within the budget, and no bit
-differs."""
+"""Compressions are chosen in training: alike on all ranks, within the budget, and the training
+remains bitwise identical."""
 
 import itertools
 import json
@@ -19,8 +19,14 @@ import torch
 import torch.distributed as dist
 
 from narrowcast import NarrowedModel, all_gather, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.autotune import calibration, controller, sampling, solver
-from narrowcast.autotune.calibration import Calibration, CoderSpeed, Curve, Links
+from narrowcast.autotune import calibration, controller, sampling, solver, timed_gather
+from narrowcast.autotune.calibration import Calibration
+from narrowcast.autotune.coder_speed import CoderSpeed
+from narrowcast.autotune.corrections import Corrections
+from narrowcast.autotune.curves import Curve
+from narrowcast.autotune.links import Links
+from narrowcast.autotune.problem import Choice, Group
+from narrowcast.fsdp2 import param_groups
 from tests.narrowcast.training import Setup, build, local, same_bits, state_of, train
 from tests.wide import wide_but
 
@@ -30,7 +36,7 @@ GIB = 1 << 30
 
 
 def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Calibration:
-    """As of a link of this speed, without latencies."""
+    """The calibration of a link of this speed, without latencies."""
     curve = Curve(0.0, seconds_per_byte, 0.0, (1,), (seconds_per_byte,))
     links = {
         group.process_group.group_name: Links(
@@ -43,16 +49,16 @@ def _calibrated(seconds_per_byte: float, groups: list, *_: Any, **__: Any) -> Ca
 
 @contextmanager
 def on_a_link(seconds_per_byte: float, tick: float = 1e-9) -> Iterator[None]:
-    """Links are of this speed, and each part of coding a piece takes a tick."""
+    """Links have this speed, and each part of coding a chunk takes a tick."""
     ticks = itertools.count()
     with (
         patch.object(
             controller.calibration, "calibrate", lambda *a, **k: _calibrated(seconds_per_byte, *a)
         ),
-        patch.object(sampling, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
+        patch.object(timed_gather, "util", SimpleNamespace(now=lambda _: next(ticks) * tick)),
         patch.object(all_gather, "Sampler", partial(sampling.Sampler, share=math.inf)),
-        patch.object(controller.Controller, "_rescale", lambda _: None),
-        patch.object(controller.Controller, "_rescale_links", lambda _: None),
+        patch.object(Corrections, "learn_coding", lambda *_: None),
+        patch.object(Corrections, "learn_links", lambda *_: None),
     ):
         yield
 
@@ -71,8 +77,8 @@ def _compressions(handle: NarrowedModel) -> dict[str, str]:
 
 
 def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any]) -> Any:
-    """Trains plain and with ``auto``: compressions and bytes cached by step, and whether bits
-    agree."""
+    """Trains with baseline FSDP2 and with ``auto``: compressions and bytes cached by step, and
+    whether the training is bitwise identical."""
     model, optimizer = build(setup)
     losses = train(setup, model, optimizer)
     plain = state_of(model, optimizer)
@@ -89,7 +95,7 @@ def _train_auto(seconds_per_byte: float, setup: Setup, settings: dict[str, Any])
     return {"steps": steps, "equal": equal, "cached": cached, "choice": choice}
 
 
-def test_on_a_slow_link_all_values_are_kept_after_the_warm_up(ranks) -> None:
+def test_on_a_slow_link_all_values_are_cached_after_the_warm_up(ranks) -> None:
     for one in ranks(2).run(_train_auto, SLOW, Setup(steps=6), {}):
         assert one["equal"]
         assert set(one["steps"][2].values()) == {"plain"}
@@ -131,7 +137,9 @@ def _log_of(
 
 
 @pytest.mark.parametrize("incompressible", [False, True])
-def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible: bool) -> None:
+def test_where_nothing_is_worthwhile_all_stays_plain_and_the_log_explains_it(
+    ranks, incompressible: bool
+) -> None:
     """On a fast link; on a slow one where all bits change in every step, and are gathered once."""
     logs = ranks(2).run(_log_of, SLOW if incompressible else FAST, "auto", incompressible)
     for _, (compressions, cache_bytes), _ in logs:
@@ -140,8 +148,8 @@ def test_where_nothing_pays_all_is_turned_off_and_said_so(ranks, incompressible:
     said = "\n".join(logs[0][0])
     assert "chosen after step 4" in said
     assert "plain" in said
-    assert "pays on this link" in said
-    assert logs[1][0] == []  # the first rank speaks for all
+    assert "is worthwhile on this link" in said
+    assert logs[1][0] == []  # the first rank reports for all
 
 
 def test_observing_reports_what_it_would_choose_and_changes_nothing(ranks) -> None:
@@ -168,7 +176,7 @@ def test_the_budget_is_never_exceeded(ranks, reshard: bool | int, share: float) 
 
 
 def _choose_in_noise(_: None) -> Any:
-    """Every rank measures other times, and sees other pieces."""
+    """Every rank measures other times, and samples other chunks."""
     rank = dist.get_rank()
     with on_a_link(SLOW * 10**rank, tick=1e-7 * 7**rank):
         setup = Setup(steps=9, num_experts=7)
@@ -188,7 +196,8 @@ def test_all_ranks_choose_alike_whatever_each_of_them_measures(ranks) -> None:
 
 def _with_a_shard_that_jumps(_: None) -> list[str]:
     """From step 6 on one parameter is drawn anew in every step. (Each is gathered once a step, or
-    the second gather, in which nothing has changed, would still pay for keeping its values.)"""
+    caching its values would still be worthwhile for the second gather, in which nothing has
+    changed.)"""
     with on_a_link(SLOW):
         setup = Setup(steps=12, reshard=False)
         model, optimizer, handle = _narrow(setup)
@@ -202,7 +211,7 @@ def _with_a_shard_that_jumps(_: None) -> list[str]:
 
         optimizer.register_step_pre_hook(jump)
         train(setup, model, optimizer)
-        last, changed = _compressions(handle), handle.selection.changed
+        last, changed = _compressions(handle), handle.selection.num_changed
         handle.remove()
     others = {last[name] for name in ("0.experts.w2_EDF", "1.experts.w1_EFD", "1.experts.w2_EDF")}
     return [chosen[5]["0.experts.w1_EFD"], last["0.experts.w1_EFD"], *others, str(changed > 0)]
@@ -218,20 +227,20 @@ def test_a_shard_whose_change_rate_jumps_is_dropped(ranks) -> None:
 
 @contextmanager
 def ever_other_choices() -> Iterator[None]:
-    """Each look chooses other compressions for every shard, and plain for some group."""
-    looks = itertools.count()
+    """Each choice has other compressions for every shard, and plain for some group."""
+    choices = itertools.count()
     choose = solver.choose
 
-    def scripted(groups: list[solver.Group], *arguments: Any) -> solver.Choice:
-        look = next(looks)
-        turns = itertools.count(look)
+    def scripted(groups: list[Group], *arguments: Any) -> Choice:
+        number = next(choices)
+        shift = itertools.count(number)
         compressions = {
             group.name: {
-                shard.name: ("delta", "exponent", "none", "entropy", "delta")[next(turns) % 5]
+                shard.name: ("delta", "exponent", "none", "entropy", "delta")[next(shift) % 5]
                 for shard in group.shards
             }
             for index, group in enumerate(groups)
-            if (index + look) % 4
+            if (index + number) % 4
         }
         return replace(choose(groups, *arguments), compressions=compressions)
 
@@ -256,7 +265,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", wide_but(MODES, "exponent_delta", "fp32, async, hsdp"))
-def test_training_is_plain_to_the_bit_while_choices_change(ranks, mode: str) -> None:
+def test_training_is_bitwise_identical_while_choices_change(ranks, mode: str) -> None:
     sharding, settings = MODES[mode]
     setup = replace(Setup(steps=11), **sharding)
     world_size = 4 if setup.reshard == 2 or setup.replicas == 2 else 2
@@ -282,42 +291,53 @@ def _paused_steps(_: None) -> list[int]:
     return paused
 
 
-def test_steps_that_are_not_watched_are_no_part_of_the_next_look(ranks) -> None:
-    """Watched: 1 to 3, and 5 to 8, of which 8 looks at the choice again."""
+def test_steps_that_are_not_sampled_are_no_part_of_the_next_choice(ranks) -> None:
+    """Sampled: 1 to 3, and 5 to 8, after which the choice is reconsidered."""
     assert ranks(2).run(_paused_steps, None) == [[4, 9]] * 2
 
 
-def _reductions_beside_coded_gradients(_: None) -> set[str]:
+def _sampled_reductions(compression: str, narrowed: bool, volume: bool) -> set[str]:
+    """Labels of the groups whose gradients were sampled."""
     with on_a_link(SLOW):
-        model, optimizer, handle = _narrow(Setup(steps=5))
-        gradients = narrow_reduce_scatter(model, optimizer, compression="entropy")
+        model, optimizer, handle = _narrow(Setup(steps=5), compression=compression, volume=volume)
+        if narrowed:
+            gradients = narrow_reduce_scatter(model, optimizer, volume=volume)
         train(Setup(steps=5), model, optimizer)
         labels = {one.label for one in handle.selection.reductions}
         handle.remove()
-        gradients.remove()
+        if narrowed:
+            gradients.remove()
+        left = {type(g._group._reduce_scatter_comm).__name__ for g in param_groups(model)}
+        assert left == {"DefaultReduceScatter"}
     return labels
 
 
-def test_gradients_are_watched_where_they_are_coded_too(ranks) -> None:
-    for labels in ranks(2).run(_reductions_beside_coded_gradients, None):
+@pytest.mark.parametrize(
+    ("compression", "narrowed", "volume"),
+    [("auto", True, True), ("auto", True, False), ("observe", False, False)],
+)
+def test_gradients_are_sampled_with_and_without_volume_plain_and_narrowed(
+    ranks, compression: str, narrowed: bool, volume: bool
+) -> None:
+    for labels in ranks(2).run(_sampled_reductions, compression, narrowed, volume):
         assert labels == {"0", "1", "(root)"}
 
 
-def _report(folder: Path, pieces_a_step: float | None = None) -> None:
+def _report(folder: Path, chunks_per_step: float | None = None) -> None:
     with on_a_link(SLOW):
         setup = Setup(steps=6)
         model, optimizer, handle = _narrow(setup, report=folder)
-        if pieces_a_step is not None:
-            handle.selection.sampler.pieces_a_step = pieces_a_step
+        if chunks_per_step is not None:
+            handle.selection.sampler.chunks_per_step = chunks_per_step
         train(setup, model, optimizer)
         handle.remove()
 
 
-def test_the_report_says_how_many_shards_were_not_looked_at(ranks, tmp_path) -> None:
-    """At every third step each of the two ranks looks at one."""
+def test_the_report_says_how_many_shards_were_not_sampled(ranks, tmp_path) -> None:
+    """At every third step each of the two ranks samples one."""
     ranks(2).run(_report, tmp_path, 1 / 3)
     text = (tmp_path / "choice-step-00000004.txt").read_text()
-    assert "18 of 20 shards were not looked at yet" in text
+    assert "18 of 20 shards were not sampled yet" in text
 
 
 def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks, tmp_path) -> None:
@@ -331,12 +351,12 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
     assert report["step"] == 4
     assert report["applied"] is True
     assert {one["label"] for one in report["reductions"]} == {"0", "1", "(root)"}
-    seen = report["seen"]["0.experts.w1_EFD"]
-    assert 0 < seen["changed_exponents"] < seen["changed_values"] <= 1
-    assert seen["changed_exponents"] <= seen["changed_blocks"] <= 1
+    rates = report["samples"]["0.experts.w1_EFD"]
+    assert 0 < rates["changed_exponents"] < rates["changed_values"] <= 1
+    assert rates["changed_exponents"] <= rates["changed_blocks"] <= 1
     text = (folder / choices[1]).read_text()
-    assert "not looked at" not in text
-    assert "bits a value in place of 16" in text
+    assert "not sampled" not in text
+    assert "bits per value instead of 16" in text
     assert "gradients of" in text
     assert (
         calibration.as_json(_calibrated(SLOW, [])).keys()
@@ -345,7 +365,7 @@ def test_the_report_has_what_was_measured_and_every_choice_with_its_reason(ranks
 
 
 def _reported_on_a_full_disk(folder: Path) -> list[str]:
-    """What is warned of. Files take their first bytes, and no more."""
+    """The warnings when every file takes only its first bytes."""
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -354,7 +374,7 @@ def _reported_on_a_full_disk(folder: Path) -> list[str]:
         path.write_bytes(text[:1].encode())
         raise OSError(28, "No space left on device")
 
-    logger = logging.getLogger("narrowcast.autotune.controller")
+    logger = logging.getLogger("narrowcast.autotune.report")
     logger.addHandler(handler)
     try:
         with patch.object(Path, "write_text", full):
@@ -366,7 +386,7 @@ def _reported_on_a_full_disk(folder: Path) -> list[str]:
 
 def test_a_full_disk_leaves_no_part_of_a_report_and_training_goes_on(ranks, tmp_path) -> None:
     first, second = ranks(2).run(_reported_on_a_full_disk, tmp_path)
-    (warning,) = first  # said once
+    (warning,) = first  # once
     assert f"{tmp_path / 'calibration.json'} cannot be written: No space left" in warning
     assert second == []
     assert not list(tmp_path.iterdir())
@@ -390,7 +410,7 @@ def test_a_rank_that_cannot_solve_leaves_all_as_it_was(ranks) -> None:
 
 
 def _coding_scales(_: None) -> list[float]:
-    """Looks at a run in which coding takes three times what its pieces say, time and again."""
+    """Chooses in a run in which coding takes three times what the samples predict, repeatedly."""
     with on_a_link(SLOW):
         setup = Setup(steps=5)
         model, optimizer, handle = _narrow(setup)
@@ -403,10 +423,9 @@ def _coding_scales(_: None) -> list[float]:
         for shard in group.shards
     )
     scales = []
-    for coded in (3 * predicted, 3 * predicted, 0.0, 0.0):
-        selection._coded = coded
-        selection._rescale()
-        scales.append(selection._coding_scale)
+    for measured in (3 * predicted, 3 * predicted, 0.0, 0.0):
+        selection._solve(measured)
+        scales.append(selection._corrections.coding)
     handle.remove()
     return scales
 
@@ -417,20 +436,23 @@ def test_slow_coding_counts_once_and_is_forgotten_when_nothing_is_coded(ranks) -
 
 
 def _link_scale(_: None) -> tuple[float, float]:
-    """Plain gathers take a second on the rank that comes last to each, and two on the other."""
+    """Baseline gathers take a second on the rank that comes last to each, and two on the other."""
     with on_a_link(SLOW):
         setup = Setup(steps=3)
         model, optimizer, handle = _narrow(setup, compression="observe")
         train(setup, model, optimizer)
     measured = predicted = 0.0
     for comm in handle._comms:
-        number = len(comm.plain_seconds)
-        comm.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
+        number = len(comm.telemetry.plain_seconds)
+        comm.telemetry.plain_seconds[:] = [1.0 + (i + dist.get_rank()) % 2 for i in range(number)]
         measured += number
         predicted += number * SLOW * comm.group.shard_bytes
-    handle.selection._rescale_links()
+    selection = handle.selection
+    selection._corrections.learn_links(
+        selection._gathers.comms, selection._links, selection._consensus
+    )
     handle.remove()
-    return handle.selection._link_scales.popitem()[1], measured / predicted
+    return selection._corrections.links.popitem()[1], measured / predicted
 
 
 def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
@@ -439,7 +461,7 @@ def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:
 
 
 def test_without_an_optimizer_auto_is_refused(ranks) -> None:
-    assert all("compression = 'auto'" in text for text in ranks(2).run(_refused_without_optimizer))
+    assert all('compression = "auto"' in text for text in ranks(2).run(_refused_without_optimizer))
 
 
 def _refused_without_optimizer() -> str:

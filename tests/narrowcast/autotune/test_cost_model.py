@@ -1,4 +1,4 @@
-"""What a compression costs a step, by numbers that can be checked by hand, and what it keeps."""
+"""What a compression costs a step, by numbers that can be checked by hand, and what it caches."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,17 +8,19 @@ import torch
 
 from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import cost_model
-from narrowcast.autotune.calibration import Curve, Links
-from narrowcast.autotune.cost_model import Gathered, problem
-from narrowcast.autotune.sampling import ALL, COMPRESSIONS, Cost, SampleStats
-from narrowcast.autotune.solver import Group, Option, choose
+from narrowcast.autotune.cost_model import Gathered, make_problem
+from narrowcast.autotune.curves import Curve
+from narrowcast.autotune.links import Links
+from narrowcast.autotune.problem import Group, Option
+from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, Cost, SampleStats
+from narrowcast.autotune.solver import choose
 from narrowcast.fsdp2 import ShardedParam
 from narrowcast.telemetry.changes import Changes
 from narrowcast.wire import packet
 from tests.narrowcast.training import Setup, build, narrow, train
 
 BF16 = torch.bfloat16
-DIFFERENCE = Scheme("delta", "delta")
+DELTA = Scheme("delta", "delta")
 CURVE = Curve(latency=7.0, seconds_per_byte=10.0, error=0.0, nbytes=(), measured=())
 LINKS = Links(
     (0, 1, 2, 3), CURVE, CURVE, CURVE, gather_overhead=3.0, unchanged_per_byte=0.0, announce=0.0
@@ -32,8 +34,8 @@ COSTS = {
 }
 
 
-def seen(values: int = 8, faster: float = 1.0, smaller: float = 1.0) -> SampleStats:
-    """Of so many values, with the costs above, but for other times and bytes."""
+def sampled(values: int = 8, faster: float = 1.0, smaller: float = 1.0) -> SampleStats:
+    """Stats of so many values, with the costs above, but for other times and bytes."""
     costs = []
     for compression in COMPRESSIONS:
         cost = COSTS[compression]
@@ -59,10 +61,10 @@ def gathered(*numels: int, dtype: torch.dtype = BF16, **changes: Any) -> Gathere
     return replace(whole, **changes)
 
 
-def options(group: Gathered, scheme: Scheme = DIFFERENCE, **arguments: Any) -> dict[str, Option]:
-    """Of the first shard of a group, of which everything was seen."""
-    of_all = {param.name: seen() for param in group.params}
-    (one,) = problem([group], of_all, scheme, arguments.pop("horizon", 100), **arguments)
+def options(group: Gathered, scheme: Scheme = DELTA, **arguments: Any) -> dict[str, Option]:
+    """The options of the first shard of a group all of whose shards were sampled."""
+    samples = {param.name: sampled() for param in group.params}
+    (one,) = make_problem([group], samples, scheme, arguments.pop("horizon", 100), **arguments)
     return one.shards[0].options
 
 
@@ -98,13 +100,13 @@ def test_every_term_of_the_gain_is_counted_for_every_gather_of_a_step() -> None:
     }
 
 
-def test_what_whole_shards_take_beyond_their_pieces_is_counted_for_every_compression() -> None:
-    """In an unchanged gather a value takes 1 to encode and 4 x 1 to decode, by its pieces."""
+def test_what_whole_shards_take_beyond_their_chunks_is_counted_for_every_compression() -> None:
+    """In an unchanged gather a value takes 1 to encode and 4 x 1 to decode, by its chunks."""
     for world_size, unchanged, more in ((4, 10.0, 2 * 10 - 5), (2, 10.0, 10 - 3), (4, 2.0, 0)):
-        sites = {"times": {(world_size, 1000): 2.0}}
-        plain = options(gathered(1000, **sites))
+        times = {(world_size, 1000): 2.0}
+        plain = options(gathered(1000, times=times))
         slow = replace(LINKS, unchanged_per_byte=unchanged)
-        for name, option in options(gathered(1000, links=slow, **sites)).items():
+        for name, option in options(gathered(1000, links=slow, times=times)).items():
             assert option.decoding == plain[name].decoding + 2 * 1000 * more
 
 
@@ -114,13 +116,13 @@ def test_three_gathers_a_step_are_one_first_and_two_later_ones() -> None:
     assert option.decoding == 4 * 1000 * (3 + 2 * 2)
 
 
-def test_hidden_encoding_costs_nothing_and_hashing_and_decoding_never_are() -> None:
+def test_hidden_encoding_costs_nothing_and_hashing_and_decoding_are_never_hidden() -> None:
     option = options(gathered(1000, hidden=0.75), coding_scale=2.0)["exponent"]
     assert (option.hashing, option.encoding) == (6000 * 2, 8000 * 2 / 4)
     assert option.decoding == 4 * 5000 * 2
 
 
-def test_caches_in_host_memory_cost_their_way_to_the_device_and_back() -> None:
+def test_caches_in_host_memory_cost_a_copy_to_the_device_and_back() -> None:
     on_device = options(gathered(1000), coding_scale=2.0)
     on_host = options(gathered(1000, host=(0.5, 0.25)), coding_scale=2.0)
     more = {name: on_host[name].seconds - on_device[name].seconds for name in on_host}
@@ -131,11 +133,11 @@ def test_caches_in_host_memory_cost_their_way_to_the_device_and_back() -> None:
     }
 
 
-def test_plain_and_narrowed_gathers_differ_by_heads_handling_and_the_sizes_announced() -> None:
-    group = gathered(1000, 400_000, announce=11.0)  # two runs
-    (one,) = problem([group], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+def test_plain_and_narrowed_gathers_differ_by_headers_handling_and_announced_sizes() -> None:
+    group = gathered(1000, 400_000, announce=11.0)  # two chunks
+    (one,) = make_problem([group], {"w0": sampled(), "w1": sampled()}, DELTA, 100)
     narrowed = replace(group, compressions={"w0": "delta", "w1": "none"})
-    (is_current,) = problem([narrowed], {"w0": seen(), "w1": seen()}, DIFFERENCE, 100)
+    (is_current,) = make_problem([narrowed], {"w0": sampled(), "w1": sampled()}, DELTA, 100)
     assert (one.is_current, is_current.is_current) == (False, True)
     assert [shard.plain for shard in one.shards] == [2 * 10 * 2 * 1000, 2 * 10 * 2 * 400_000]
     assert one.plain_latency == 2 * 7
@@ -153,7 +155,7 @@ COLD = {"delta": 10 * 1000 * (1.5 - 0.5) / 100, "exponent": 10 * 1000 * (1.5 - 1
         ("none", {"delta", "exponent"}),
         ("entropy", {"delta", "exponent"}),
         ("exponent", {"delta"}),
-        ("delta", set()),  # exponents are made of the values
+        ("delta", set()),  # exponents are taken from the values
     ],
 )
 def test_a_change_costs_a_cold_cache_and_must_gain_more_than_noise(
@@ -167,24 +169,24 @@ def test_a_change_costs_a_cold_cache_and_must_gain_more_than_noise(
         assert option.switching == pytest.approx(expected), compression
 
 
-def test_hashes_are_not_made_of_what_is_kept() -> None:
+def test_hashes_cannot_be_taken_from_cached_values() -> None:
     hashes = Scheme("delta", "blocks", block_check="hash")
     found = options(gathered(1000, compressions={"w0": "delta"}), hashes)
     noise = 0.05 * found["delta"].steady
     assert found["exponent"].switching == pytest.approx(COLD["exponent"] + noise)
 
 
-def test_a_cold_cache_never_pays_for_a_change() -> None:
-    # Where everything changes, coded values are smaller than differences.
-    all_seen = {"w0": seen(smaller=0.25)}
-    costs = [*all_seen["w0"].costs]
+def test_a_cold_cache_is_never_a_gain() -> None:
+    # Where everything changes, entropy coding sends less than deltas.
+    samples = {"w0": sampled(smaller=0.25)}
+    costs = [*samples["w0"].costs]
     costs[COMPRESSIONS.index("entropy")] = Cost(first_bytes=8.0)
-    all_seen = {"w0": replace(all_seen["w0"], costs=tuple(costs))}
-    (one,) = problem([gathered(1000)], all_seen, DIFFERENCE, 1)
+    samples = {"w0": replace(samples["w0"], costs=tuple(costs))}
+    (one,) = make_problem([gathered(1000)], samples, DELTA, 1)
     assert one.shards[0].options["delta"].switching == 0
 
 
-def test_integers_and_parameters_that_are_not_to_be_treated_only_go_raw() -> None:
+def test_integers_and_parameters_left_out_are_sent_uncompressed() -> None:
     integers = options(gathered(1000, dtype=torch.int64))
     assert integers.keys() == {"none"}
     assert (integers["none"].bits, integers["none"].link) == (64, 10 * 1000 * 2 * 8)
@@ -193,35 +195,35 @@ def test_integers_and_parameters_that_are_not_to_be_treated_only_go_raw() -> Non
     assert uncompressed["none"].link == 10 * 1000 * 2 * 2
 
 
-def test_a_raw_shard_is_as_large_as_plains_though_nothing_was_seen() -> None:
+def test_an_uncompressed_shard_is_as_large_as_the_baselines_though_nothing_was_sampled() -> None:
     for dtype in (BF16, torch.float32):
-        (one,) = problem([gathered(1000, dtype=dtype)], {}, DIFFERENCE, 100)
+        (one,) = make_problem([gathered(1000, dtype=dtype)], {}, DELTA, 100)
         assert one.shards[0].options.keys() == {"none"}
         assert one.shards[0].options["none"].link == one.shards[0].plain
         assert choose([one], None).compressions == {}
 
 
-def test_shards_that_were_not_seen_go_by_their_kind_and_then_by_all() -> None:
+def test_shards_that_were_not_sampled_go_by_their_type_and_then_by_all() -> None:
     names = ("a.norm", "b.norm", "c.norm", "a.router")
     params = tuple(ShardedParam(name, 10, BF16) for name in names)
     group = gathered(10, 10, 10, 10, params=params, compressible=frozenset(names))
-    of_two = {"a.norm": seen(values=8), "b.norm": seen(values=24, smaller=2)}
-    (one,) = problem([group], of_two, DIFFERENCE, 100)
+    of_two = {"a.norm": sampled(values=8), "b.norm": sampled(values=24, smaller=2)}
+    (one,) = make_problem([group], of_two, DELTA, 100)
     bits = [shard.options["delta"].bits for shard in one.shards]
     assert bits == [4, 2, (8 * 4 + 24 * 2) / 32, (8 * 4 + 24 * 2) / 32]
-    router = {"a.router": seen(values=32, smaller=4)}
-    (one,) = problem([group], {**of_two, **router}, DIFFERENCE, 100)
+    router = {"a.router": sampled(values=32, smaller=4)}
+    (one,) = make_problem([group], {**of_two, **router}, DELTA, 100)
     assert [shard.options["delta"].bits for shard in one.shards] == [4, 2, 2.5, 1]
-    (one,) = problem([group], router, DIFFERENCE, 100)
+    (one,) = make_problem([group], router, DELTA, 100)
     assert [shard.options["delta"].bits for shard in one.shards] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("pooled", [{}, {ALL: seen(values=8, faster=4)}])
+@pytest.mark.parametrize("pooled", [{}, {ALL: sampled(values=8, faster=4)}])
 def test_times_are_those_of_all_shards_and_bytes_the_shards_own(
     pooled: dict[str, SampleStats],
 ) -> None:
-    of_both = {"w0": seen(values=8), "w1": seen(values=24, faster=2, smaller=4)}
-    (one,) = problem([gathered(100, 100)], {**of_both, **pooled}, DIFFERENCE, 100)
+    of_both = {"w0": sampled(values=8), "w1": sampled(values=24, faster=2, smaller=4)}
+    (one,) = make_problem([gathered(100, 100)], {**of_both, **pooled}, DELTA, 100)
     first, second = (shard.options["delta"] for shard in one.shards)
     a_value = 2 / 4 if pooled else (8 * 2 + 24 * 1) / 32
     assert first.decoding == second.decoding == 4 * 100 * a_value * (2 + 1) / 2
@@ -236,7 +238,7 @@ def test_gathers_over_smaller_groups_have_a_first_one_and_caches_of_their_own() 
     assert found["delta"].decoding == (4 * 1000 + 2 * 2000) * 2
     assert found["delta"].cache_bytes == 2 * (4 * 1000 + 2 * 2000)
     assert found["exponent"].cache_bytes == 4 * 1000 + 2 * 2000
-    (one,) = problem([gathered(10, times={(4, 10): 1.0, (2, 20): 1.0})], {}, DIFFERENCE, 100)
+    (one,) = make_problem([gathered(10, times={(4, 10): 1.0, (2, 20): 1.0})], {}, DELTA, 100)
     assert one.shards[0].plain == 10 * 2 * (10 + 20)
 
 
@@ -252,8 +254,8 @@ SCHEMES = {
 
 
 def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple[int, int, int]]]:
-    """By scheme, for every parameter group: what it keeps, what was predicted, and how many hashes
-    a prediction may be off by."""
+    """By scheme, for every parameter group: bytes cached, bytes predicted, and how many hashes the
+    prediction may be off by."""
     found = {}
     for name, arguments in narrows.items():
         model, optimizer = build(setup)
@@ -266,7 +268,8 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
                 label=comm.group.name,
                 params=comm.group.params,
                 times={
-                    s: n / setup.steps for s, n in cost_model.merged_times(comm.gathers).items()
+                    s: n / setup.steps
+                    for s, n in cost_model.merged_times(comm.telemetry.gathers).items()
                 },
                 links=LINKS,
                 hidden=0.0,
@@ -275,8 +278,8 @@ def _cache_bytes(setup: Setup, narrows: dict[str, dict]) -> dict[str, list[tuple
                 compressions={},
                 compressible=frozenset(param.name for param in comm.group.params),
             )
-            all_seen = {param.name: seen() for param in group.params}
-            (one,) = problem([group], all_seen, scheme, 100)
+            samples = {param.name: sampled() for param in group.params}
+            (one,) = make_problem([group], samples, scheme, 100)
             predicted = _caches(one, scheme.compression)
             found[name].append((comm.cache_bytes, predicted, len(comm.states) * len(one.shards)))
         handle.remove()

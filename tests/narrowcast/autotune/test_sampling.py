@@ -1,4 +1,4 @@
-"""What is seen of shards in training is what happened to them, and training does not notice."""
+"""Samples of shards in training show what happened to them, and training is not changed."""
 
 import math
 from dataclasses import replace
@@ -13,15 +13,9 @@ from torch import Tensor
 from narrowcast.allgather import codec
 from narrowcast.allgather.codec import Scheme
 from narrowcast.autotune import sampling
-from narrowcast.autotune.sampling import (
-    ALL,
-    COMPRESSIONS,
-    Cost,
-    Sampler,
-    SampleStats,
-    examine,
-    sum_over_ranks,
-)
+from narrowcast.autotune.sample_stats import ALL, COMPRESSIONS, Cost, SampleStats, sum_over_ranks
+from narrowcast.autotune.sampling import ChunkPlace, Sampler
+from narrowcast.autotune.timed_gather import sample_chunk
 from narrowcast.fsdp2 import param_groups
 from narrowcast.telemetry.changes import Changes, count_changes
 from narrowcast.wire import floats
@@ -51,11 +45,11 @@ def before_and_after(dtype: torch.dtype, size: int) -> tuple[Tensor, Tensor]:
 def test_bytes_and_changes_are_those_of_a_gather(dtype: torch.dtype, check: str) -> None:
     layout, size = floats.LAYOUTS[dtype], 10_001
     old, new = before_and_after(dtype, size)
-    seen = examine(old, new, layout, SCHEMES[check], CODER)
-    assert seen.changes == count_changes(new, old, layout, 64)
-    assert 0 < seen.changes.changed_exponents < seen.changes.changed_values <= size
+    stats = sample_chunk(old, new, layout, SCHEMES[check], CODER)
+    assert stats.changes == count_changes(new, old, layout, 64)
+    assert 0 < stats.changes.changed_exponents < stats.changes.changed_values <= size
     first_bytes = {}
-    for compression, cost in zip(COMPRESSIONS, seen.costs, strict=True):
+    for compression, cost in zip(COMPRESSIONS, stats.costs, strict=True):
         scheme = replace(SCHEMES[check], compression=compression)
         first, later = (
             codec.encode(
@@ -65,15 +59,15 @@ def test_bytes_and_changes_are_those_of_a_gather(dtype: torch.dtype, check: str)
         )
         assert (cost.first_bytes, cost.later_bytes) == (first, later), compression
         first_bytes[compression] = cost.first_bytes
-        assert seen.a_value(compression).first_bytes == pytest.approx(first / size)
+        assert stats.per_value(compression).first_bytes == pytest.approx(first / size)
     assert list(first_bytes.values()) == sorted(first_bytes.values())
     assert len(set(first_bytes.values())) == 4
     assert first_bytes["none"] == size * dtype.itemsize
-    assert seen.costs[COMPRESSIONS.index("delta")].later_bytes == 0
+    assert stats.costs[COMPRESSIONS.index("delta")].later_bytes == 0
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that the test moves on."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -82,7 +76,7 @@ class Clock:
         return self.now
 
     def slowed(self, name: str, seconds: float) -> Any:
-        """A function of ``codec`` takes so long."""
+        """Makes a function of ``codec`` take so long."""
         function = getattr(codec, name)
 
         def slow(*args: Any) -> Any:
@@ -103,9 +97,9 @@ def test_times_are_those_of_a_gather(check: str) -> None:
         clock.slowed("encode", 4),
         clock.slowed("decode", 7),
     ):
-        seen = examine(*before_and_after(torch.bfloat16, 1000), layout, SCHEMES[check], CODER)
-    for compression, cost in zip(COMPRESSIONS, seen.costs, strict=True):
-        # A sender that keeps hashes makes them to encode, and of what it sent to keep them.
+        stats = sample_chunk(*before_and_after(torch.bfloat16, 1000), layout, SCHEMES[check], CODER)
+    for compression, cost in zip(COMPRESSIONS, stats.costs, strict=True):
+        # A sender that caches hashes computes them to encode, and again of what it has sent.
         times = {"exponent_delta": 0, "blocks": 1, "hashes": 2}
         hashing = times[check] if compression == "exponent" else 0
         assert (cost.first_hashing, cost.later_hashing) == (hashing, hashing), compression
@@ -113,12 +107,12 @@ def test_times_are_those_of_a_gather(check: str) -> None:
         assert (cost.first_decoding, cost.later_decoding) == (7, 7), compression
 
 
-def test_what_was_seen_travels_as_numbers() -> None:
+def test_stats_travel_as_numbers() -> None:
     costs = (Cost(*range(1, 9)), Cost(0.25), Cost(), Cost(later_decoding=3.5))
-    seen = SampleStats(Changes(10, 20, 3, 4, 5, 6), costs)
-    assert SampleStats.from_numbers(seen.to_numbers()) == seen
-    both = SampleStats.from_numbers([2 * number for number in seen.to_numbers()])
-    assert both == seen + seen
+    stats = SampleStats(Changes(10, 20, 3, 4, 5, 6), costs)
+    assert SampleStats.from_numbers(stats.to_numbers()) == stats
+    both = SampleStats.from_numbers([2 * number for number in stats.to_numbers()])
+    assert both == stats + stats
 
 
 def _sampler(model: Any, **changes: Any) -> Sampler:
@@ -135,25 +129,25 @@ def _whole_shards(sampler: Sampler) -> dict[str, Tensor]:
     }
 
 
-def _looked_at_around_a_pause(setup: Setup) -> list[int]:
-    """The parameters looked at after each of five steps, the third of which is left out."""
+def _sampled_around_a_pause(setup: Setup) -> list[int]:
+    """How many parameters were sampled after each of five steps, the third of which is skipped."""
     model, optimizer = build(setup)
     sampler = _sampler(model, share=math.inf)
-    looked_at: list[int] = []
+    sampled: list[int] = []
 
     def after_step(*_: Any) -> None:
-        if len(looked_at) == 2:
+        if len(sampled) == 2:
             sampler.pause()
-        looked_at.append(0 if len(looked_at) == 2 else len(sampler.after_step()))
+        sampled.append(0 if len(sampled) == 2 else len(sampler.after_step()))
 
     optimizer.register_step_post_hook(after_step)
     train(setup, model, optimizer)
-    return looked_at
+    return sampled
 
 
-def test_a_step_is_compared_with_the_one_before_alone(ranks) -> None:
+def test_a_step_is_compared_only_with_the_one_before(ranks) -> None:
     for first, second, _, after_pause, last in ranks(2).run(
-        _looked_at_around_a_pause, Setup(steps=5)
+        _sampled_around_a_pause, Setup(steps=5)
     ):
         assert first == after_pause == 0
         assert second == last > 10
@@ -162,7 +156,7 @@ def test_a_step_is_compared_with_the_one_before_alone(ranks) -> None:
 def _sums_and_brute_force(
     setup: Setup,
 ) -> tuple[list[str], dict[str, SampleStats], dict[str, Changes]]:
-    """What was seen over the ranks, and what all ranks' shards went through."""
+    """What differs from brute force on this rank, the samples of all ranks, and all changes."""
     model, optimizer = build(setup)
     sampler = _sampler(model, share=math.inf)
     expected: dict[str, Changes] = {}
@@ -186,19 +180,19 @@ def _sums_and_brute_force(
     optimizer.register_step_post_hook(after_step)
     train(setup, model, optimizer)
     device = torch.device("cpu")
-    seen = sum_over_ranks(sampler.seen, [ALL, *shards], device)
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, expected)
+    samples = sum_over_ranks(sampler.samples, [ALL, *shards], device)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, expected)
     totals = {
-        name: sum((counts.get(name, Changes()) for counts in everyones), Changes())
+        name: sum((counts.get(name, Changes()) for counts in gathered), Changes())
         for name in shards
     }
     sampler.clear()
-    assert sampler.seen == {}
-    return unlike, seen, totals
+    assert sampler.samples == {}
+    return unlike, samples, totals
 
 
-def test_every_whole_shard_is_seen_at_every_step_where_that_is_wanted(ranks) -> None:
+def test_every_whole_shard_is_sampled_at_every_step_where_that_is_wanted(ranks) -> None:
     setup = Setup(gathered=None, dtype=torch.bfloat16, frozen=(torch.int64, torch.float32))
     results = ranks(2).run(_sums_and_brute_force, setup)
     (_, sums, totals), (_, others, _) = results
@@ -209,44 +203,46 @@ def test_every_whole_shard_is_seen_at_every_step_where_that_is_wanted(ranks) -> 
     assert (experts.values, experts.changed_values > 0) == (3 * 6 * 48 * 24, True)
     assert totals["0.table_torch_float32"].changed_values == 0
     assert totals["0.table_torch_int64"] == Changes()
-    # Times are of whole pieces: those of the largest shards, here the experts'.
+    # Times are of long chunks: those of the largest shards, here the experts'.
     largest = [totals[f"{block}.experts.{name}"] for block in "01" for name in ("w1_EFD", "w2_EDF")]
     assert sums[ALL].changes == sum(largest, Changes())
 
 
-LENGTH = 100  # of a piece
+LENGTH = 100  # of a chunk
 STEP_SECONDS, COST = (3.0, 2.0), (0.02, 0.05)  # of either rank
 
 
-def _pieces_a_step(share: float) -> tuple[float, list[int], set[tuple[int, int, int]], float]:
-    """How many pieces there is room for, how many were looked at step by step, which ones were
-    first, and how long they took together."""
+def _chunks_per_step(share: float) -> tuple[float, list[int], set[ChunkPlace], float]:
+    """How many chunks there is time for, how many were sampled step by step, which ones were first,
+    and how long they took together."""
     model, _ = build(Setup())
     clock = Clock()
 
-    def examine(*_: Any) -> SampleStats:
+    def sample_chunk(*_: Any) -> SampleStats:
         clock.now += COST[dist.get_rank()]
         return SampleStats(Changes(values=1))
 
     with (
         patch.object(sampling, "time", clock),
         patch("narrowcast.util.time", clock),
-        patch.object(sampling, "examine", examine),
+        patch.object(sampling, "sample_chunk", sample_chunk),
         patch.object(sampling, "MAX_CHUNK_VALUES", LENGTH),
     ):
         sampler = _sampler(model, share=share)
-        looked, first = [], set()
+        sampled, first = [], set()
         for step in range(9):
             # The first steps are slow, and must not count.
             clock.now += STEP_SECONDS[dist.get_rank()] if step == 2 else 1000.0
             changes = sampler.after_step()
-            looked.append(sum(counted.values for counted in changes.values()))
-            first = first or {(piece.group, piece.param, piece.start) for piece in sampler._pieces}
-        return sampler.pieces_a_step, looked, first, sampler.spent
+            sampled.append(sum(counted.values for counted in changes.values()))
+            first = first or {place for place, _ in sampler._copies}
+        return sampler.chunks_per_step, sampled, first, sampler.seconds
 
 
-def test_all_ranks_look_at_what_the_slowest_and_the_shortest_step_have_room_for(ranks) -> None:
-    first, second = ranks(2).run(_pieces_a_step, 0.0625)
+def test_all_ranks_sample_as_many_chunks_as_the_slowest_rank_and_the_shortest_step_allow(
+    ranks,
+) -> None:
+    first, second = ranks(2).run(_chunks_per_step, 0.0625)
     assert first[0] == second[0] == pytest.approx(0.0625 * 2 / 0.05)  # 2.5
     # Copied from the third step on, and compared a step later.
     assert first[1] == second[1] == [0, 0, 0, 2, 3, 2, 3, 2, 3]
@@ -255,46 +251,45 @@ def test_all_ranks_look_at_what_the_slowest_and_the_shortest_step_have_room_for(
     assert not first[2] & second[2]
 
 
-def test_a_piece_now_and_then_where_there_is_room_for_less_than_one(ranks) -> None:
-    for pieces_a_step, looked, *_ in ranks(2).run(_pieces_a_step, 0.0125):
-        assert pieces_a_step == pytest.approx(0.5)
-        assert looked == [0, 0, 0, 0, 1, 0, 1, 0, 1]
+def test_a_chunk_now_and_then_where_there_is_time_for_less_than_one(ranks) -> None:
+    for chunks_per_step, sampled, *_ in ranks(2).run(_chunks_per_step, 0.0125):
+        assert chunks_per_step == pytest.approx(0.5)
+        assert sampled == [0, 0, 0, 0, 1, 0, 1, 0, 1]
 
 
-def _compared_pieces(share: float) -> tuple[set, set, int]:
-    """Values looked at (their parameter and where they are), those that there are, and how many
-    were looked at in all, in as many steps as it takes to see each once."""
+def _sampled_values(share: float) -> tuple[set, set, int]:
+    """Sampled values (their parameter and index), those that there are, and the longest chunk, in
+    as many steps as it takes to sample each once."""
     model, _ = build(Setup())
-    looked: list[tuple[str, int, int]] = []
+    sampled: list[tuple[str, int, int]] = []
     with patch.object(sampling, "MAX_CHUNK_VALUES", LENGTH):
         sampler = _sampler(model, share=share, names={"0.router.weight", "1.experts.w2_EDF"})
-        sampler.pieces_a_step = 5.0
-        num_turns = len(sampler._turns)
-        for _ in range(-(-num_turns // 5)):
+        sampler.chunks_per_step = 5.0
+        for _ in range(-(-len(sampler._places) // 5)):
             sampler.after_step()
-            for piece in sampler._pieces:
-                name = sampler._groups[piece.group].params[piece.param].name
-                looked.append((name, piece.start, piece.bits_N.numel()))
+            for place, old_N in sampler._copies:
+                name = sampler._groups[place.group].params[place.param].name
+                sampled.append((name, place.start, old_N.numel()))
     sizes = {
         name: shard.numel()
         for name, shard in _whole_shards(sampler).items()
         if name in ("0.router.weight", "1.experts.w2_EDF")
     }
-    values = {(name, start + i) for name, start, size in looked for i in range(size)}
+    values = {(name, start + i) for name, start, size in sampled for i in range(size)}
     there = {(name, i) for name, size in sizes.items() for i in range(size)}
-    return values, there, max(size for *_, size in looked)
+    return values, there, max(size for *_, size in sampled)
 
 
-def test_in_time_every_value_is_looked_at(ranks) -> None:
-    for values, there, longest in ranks(2).run(_compared_pieces, 0.01):
+def test_in_time_every_value_is_sampled(ranks) -> None:
+    for values, there, longest in ranks(2).run(_sampled_values, 0.01):
         assert values == there
         assert longest == LENGTH
 
 
-def _trained(setup: Setup, watched: bool) -> tuple[list[float], list[Tensor]]:
+def _trained(setup: Setup, samples: bool) -> tuple[list[float], list[Tensor]]:
     model, optimizer = build(setup)
     torch.manual_seed(dist.get_rank())
-    if watched:
+    if samples:
         sampler = _sampler(model, share=math.inf)
         optimizer.register_step_post_hook(lambda *_: sampler.after_step())
     losses = train(setup, model, optimizer)
@@ -302,9 +297,9 @@ def _trained(setup: Setup, watched: bool) -> tuple[list[float], list[Tensor]]:
 
 
 def _differs(setup: Setup) -> list[str]:
-    plain, watched = _trained(setup, watched=False), _trained(setup, watched=True)
-    found = [] if plain[0] == watched[0] else ["losses"]
-    return found if same_bits(plain[1], watched[1]) else [*found, "state"]
+    plain, sampled = _trained(setup, samples=False), _trained(setup, samples=True)
+    found = [] if plain[0] == sampled[0] else ["losses"]
+    return found if same_bits(plain[1], sampled[1]) else [*found, "state"]
 
 
 @pytest.mark.parametrize(
@@ -312,13 +307,13 @@ def _differs(setup: Setup) -> list[str]:
     [Setup(steps=2), Setup(steps=2, gathered=None, dtype=torch.bfloat16)],
     ids=["mixed precision", "bf16 masters"],
 )
-def test_training_does_not_notice_that_it_is_watched(ranks, setup: Setup) -> None:
-    """Random numbers, of dropout say, neither."""
+def test_training_is_not_changed_by_sampling(ranks, setup: Setup) -> None:
+    """Nor are random numbers, as of dropout."""
     assert ranks(2).run(_differs, setup) == [[], []]
 
 
-def _pieces(setup: Setup) -> list[str]:
-    """What is wrong with the pieces of a group."""
+def _wrong_pieces(setup: Setup) -> list[str]:
+    """What is wrong with copies of parts of a group's shards."""
     model, optimizer = build(setup)
     wrong = []
     for group in param_groups(model):
@@ -327,7 +322,7 @@ def _pieces(setup: Setup) -> list[str]:
         if not torch.equal(whole, group.shard()):
             wrong.append(f"{group.name}: not what is gathered")
         if not torch.equal(group.piece(0, 3, 10), pieces[0][3:10]):
-            wrong.append(f"{group.name}: another stretch")
+            wrong.append(f"{group.name}: another part")
         for piece in pieces:
             piece.zero_()
         if not torch.equal(whole, group.shard()):
@@ -347,4 +342,4 @@ def _pieces(setup: Setup) -> list[str]:
 @pytest.mark.parametrize("gathered", [torch.bfloat16, None])
 def test_a_piece_is_a_copy_of_what_is_gathered(ranks, gathered: torch.dtype | None) -> None:
     setup = Setup(gathered=gathered, dtype=torch.bfloat16 if gathered is None else torch.float32)
-    assert ranks(2).run(_pieces, setup) == [[], []]
+    assert ranks(2).run(_wrong_pieces, setup) == [[], []]

@@ -1,4 +1,4 @@
-"""Which shard gets which compression: against enumeration, and as users see it."""
+"""Which shard gets which compression: against enumeration, and as users read it."""
 
 import json
 import random
@@ -7,10 +7,12 @@ from itertools import product
 
 import pytest
 
-from narrowcast.autotune import solver
-from narrowcast.autotune.solver import Group, Option, Shard, as_json, choose, table
+from narrowcast.autotune import program
+from narrowcast.autotune.choice_report import as_json, table
+from narrowcast.autotune.problem import Group, Option, Shard
+from narrowcast.autotune.solver import choose
 
-CLOSE = 1e-6  # of plain's time
+CLOSE = 1e-6  # of the baseline's time
 
 
 def shard(name, plain, none=None, kind="expert_ffn", **options):
@@ -23,7 +25,7 @@ def group(name, *shards, plain_latency=0.0, overhead=0.0, is_current=False):
 
 
 def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1, 9)):
-    """Shards of all kinds of cost, some hopeless, some already cached, some with equal options."""
+    """Shards of various costs, some not worthwhile, some cached now, some with equal options."""
 
     def an_option(plain, cache_bytes):
         link, decoding = rng.choice([0.1, 0.2, 0.5, rng.random()]), rng.choice([0, rng.random()])
@@ -47,7 +49,7 @@ def random_groups(rng, num_groups, num_shards, cache=lambda rng: rng.randrange(1
 
 
 def totals(groups, compressions, margin=0.0):
-    """What is minimised: seconds with cold caches and the margin. And the bytes of caches."""
+    """What is minimised (seconds with cold caches and the margin), and the bytes of caches."""
     seconds, cache_bytes = 0.0, 0
     for one in groups:
         plain = one.plain_latency + sum(s.plain for s in one.shards)
@@ -62,7 +64,7 @@ def totals(groups, compressions, margin=0.0):
 
 
 def enumerated(groups, budget, margin):
-    """The least seconds of all selections there are."""
+    """The least seconds of all possible choices."""
     best = {0: 0.0}  # by cache bytes, over the groups so far
     for one in groups:
         ways = [totals([one], {})]
@@ -113,7 +115,7 @@ def test_the_budget_is_never_exceeded(strategy):
             assert totals(groups, choose(groups, budget, strategy).compressions)[1] <= budget
 
 
-def test_not_even_by_what_a_solver_tolerates():
+def test_the_budget_is_not_exceeded_within_the_solvers_tolerance():
     size = 10**15 // 3
     value = Option(0.1, cache_bytes=size)
     shards = [shard(f"s{i}", 1.0 + i / 10, delta=value) for i in range(4)]
@@ -186,7 +188,7 @@ def test_a_group_of_tiny_shards_stays_plain():
     choice = choose(groups, None)
     assert list(choice.compressions) == ["layer"]
     assert choice.compressions["layer"]["norm3"] == "delta"
-    assert choice.reasons["norms", "norm3"] == "its group as a whole gains nothing"
+    assert choice.reasons["norms", "norm3"] == "narrowing its group as a whole saves nothing"
 
 
 def test_a_margin_must_be_saved():
@@ -194,10 +196,13 @@ def test_a_margin_must_be_saved():
     assert choose(groups, None, margin=0.09).compressions
     choice = choose(groups, None, margin=0.11)
     assert not choice.compressions
-    assert choice.reasons["g", "w"] == "its group would save no more than the margin of 11.0%"
+    assert (
+        choice.reasons["g", "w"]
+        == "narrowing its group would save no more than the margin of 11.0%"
+    )
 
 
-def test_a_compression_in_force_is_kept_where_another_gains_too_little():
+def test_a_current_compression_stays_where_another_gains_too_little():
     is_current = Option(0.5, bits=8.0, cache_bytes=4)
     for gain, taken in ((0.05, "exponent"), (0.2, "delta")):
         value = Option(0.5 - gain, switching=0.1, cache_bytes=8)
@@ -207,16 +212,16 @@ def test_a_compression_in_force_is_kept_where_another_gains_too_little():
     value = Option(0.45, switching=0.1, cache_bytes=8)
     choice = choose([group("g", shard("w", 1.0, exponent=is_current, delta=value))], None)
     assert choice.reasons["g", "w"] == (
-        "8.0 bits a value in place of 16; a change to delta would not pay for itself"
+        "8.0 bits per value instead of 16; switching to delta would cost more than it saves"
     )
 
 
-def test_narrowing_at_all_must_repay_its_cold_caches():
+def test_narrowing_a_group_must_repay_its_cold_caches():
     for switching in (0.1, 0.3):
         one = group("g", shard("w", 1.0, delta=Option(0.8, switching=switching)))
         choice = choose([one], None)
         assert bool(choice.compressions) == (switching == 0.1)
-    assert choice.reasons["g", "w"] == "a change of its group would not pay for itself"
+    assert choice.reasons["g", "w"] == "switching its group would cost more than it saves"
 
 
 def test_a_narrowed_group_stays_so_as_long_as_it_gains():
@@ -239,10 +244,10 @@ def test_a_shard_whose_bits_jump_is_dropped():
         return choose([group("g", *shards)], 16)
 
     assert choice_at(3.1).compressions == {"g": {"w1": "delta", "w2": "delta"}}
-    assert choice_at(3.1).reasons["g", "w1"] == "3.1 bits a value in place of 16"
+    assert choice_at(3.1).reasons["g", "w1"] == "3.1 bits per value instead of 16"
     jumped = choice_at(13.0)
     assert jumped.compressions == {"g": {"w1": "entropy", "w2": "delta"}}
-    assert jumped.reasons["g", "w1"] == "11.2 bits a value in place of 16"
+    assert jumped.reasons["g", "w1"] == "11.2 bits per value instead of 16"
     assert jumped.cache_bytes == 8
 
 
@@ -261,18 +266,18 @@ def example():
 def test_every_shard_is_given_its_reason():
     choice = choose(example(), 2**20)
     assert choice.reasons == {
-        ("layer", "large"): "11.2 bits a value in place of 16; "
-        "delta's cache does not fit the budget",
-        ("layer", "small"): "3.1 bits a value in place of 16",
+        ("layer", "large"): "11.2 bits per value instead of 16; "
+        "the cache of delta does not fit the budget",
+        ("layer", "small"): "3.1 bits per value instead of 16",
         ("layer", "noise"): "coding costs more than it saves",
-        ("layer", "mask"): "it can only go raw",
-        ("head", "head"): "delta's cache does not fit the budget",
+        ("layer", "mask"): "it cannot be compressed",
+        ("head", "head"): "the cache of delta does not fit the budget",
     }
     fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
-    assert choose(fast, None).reasons == {("g", "w"): "no compression pays on this link"}
+    assert choose(fast, None).reasons == {("g", "w"): "no compression is worthwhile on this link"}
 
 
-def test_the_table_tells_the_longest_shards_and_the_totals():
+def test_the_table_has_the_longest_shards_and_the_totals():
     groups = example()
     text = table(groups, choose(groups, 2**20), limit=3)
     head, *rows = text.splitlines()
@@ -282,7 +287,7 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     assert [row.split()[0] for row in rows[:3]] == ["large", "small", "head"]
     assert rows[1].split(maxsplit=8) == [
         *("small", "expert_ffn", "delta", "1,000", "900.00", "200.00", "700.00", "1.0"),
-        "3.1 bits a value in place of 16",
+        "3.1 bits per value instead of 16",
     ]
     assert rows[3] == "and 2 more, which take less; the saved file has all"
     assert rows[-1] == (
@@ -291,12 +296,12 @@ def test_the_table_tells_the_longest_shards_and_the_totals():
     )
     fast = [group("g", shard("w", 1e-3, entropy=Option(5e-4, decoding=0.1)))]
     assert table(fast, choose(fast, None)).splitlines()[-1] == (
-        "Everything stays plain: 1.00 ms of gathers a step are predicted. "
-        "Why, for most of it: no compression pays on this link."
+        "All groups stay with baseline FSDP2, predicted at 1.00 ms of gathers a step. "
+        "The main reason: no compression is worthwhile on this link."
     )
 
 
-def test_the_json_tells_every_shard():
+def test_the_json_has_every_shard():
     groups = example()
     choice = choose(groups, 2**20)
     saved = json.loads(json.dumps(as_json(groups, choice), allow_nan=False))
@@ -327,12 +332,12 @@ def test_the_json_tells_every_shard():
     )
     assert (small["compression"], small["cache_bytes"]) == ("delta", 2**20)
     assert small["gain"] == pytest.approx(0.7)
-    assert small["reason"] == "3.1 bits a value in place of 16"
+    assert small["reason"] == "3.1 bits per value instead of 16"
     assert (head["shards"][0]["compression"], head["shards"][0]["gain"]) == ("plain", 0)
 
 
 def least_possible(groups, budget):
-    """A bound on the seconds of all selections, by a price for memory (Lagrange's)."""
+    """A lower bound on the seconds of all choices, by a Lagrange multiplier for memory."""
 
     def relaxed(price):
         seconds, used = 0.0, 0
@@ -388,7 +393,7 @@ def test_where_the_program_takes_too_long_the_papers_rule_is_taken(monkeypatch, 
     groups = random_groups(rng, 20, lambda _: 20)
     budget = 300
     assert choose(groups, budget).compressions != choose(groups, budget, "ratio").compressions
-    monkeypatch.setitem(solver._SOLVER, "time_limit", 0.0)
+    monkeypatch.setitem(program._OPTIONS, "time_limit", 0.0)
     late = choose(groups, budget)
     assert late.compressions == choose(groups, budget, "ratio").compressions
     assert late.cache_bytes <= budget

@@ -1,4 +1,4 @@
-"""What calibration and watching time is the work of training: the same operations of torch, of the
+"""What calibration and sampling time is the work of training: the same operations of torch, of the
 coder and of checksums, on as many bytes, in memory that is no other operand's."""
 
 import itertools
@@ -22,7 +22,14 @@ from torch.utils._pytree import tree_leaves
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.agreement import sharded_groups
 from narrowcast.allgather.codec import Scheme
-from narrowcast.autotune import calibration, gradients, sampling
+from narrowcast.autotune import (
+    calibration,
+    gradients,
+    links,
+    sample_stats,
+    stopwatch,
+    timed_gather,
+)
 from narrowcast.wire import packet
 from narrowcast.wire.coders import CODERS, Zstd, find_coder
 from narrowcast.wire.floats import LAYOUTS
@@ -43,11 +50,11 @@ SCHEMES = {
 
 @dataclass
 class Work(TorchDispatchMode):
-    """What is done within: operations on many bytes, but for views and allocations.
+    """Records operations on many bytes, but for views and allocations.
 
     Attributes:
         done: by name and bytes of the largest operand or result.
-        idle: comparisons and copies of a tensor with itself, which are no work.
+        idle: comparisons and copies of a tensor with itself, which take no time.
         marks: copies of ``done``, one whenever the clock was read.
     """
 
@@ -85,8 +92,8 @@ class Work(TorchDispatchMode):
         return float(len(self.marks))
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Coders and checksums too, which torch does not see."""
+    def recorded(self) -> Iterator[None]:
+        """Records coders and checksums too, which torch does not dispatch."""
 
         def noted(name: str, function: Callable, position: int) -> Callable:
             def call(*args: Any) -> Any:
@@ -99,17 +106,17 @@ class Work(TorchDispatchMode):
             patch.object(Zstd, "encode", noted("encode", Zstd.encode, 1)),
             patch.object(Zstd, "decode", noted("decode", Zstd.decode, 1)),
             patch.object(packet, "checksum", noted("checksum", packet.checksum, 0)),
-            patch.object(dist, "all_gather_single", unseen(dist.all_gather_single)),
-            patch.object(dist, "all_reduce", unseen(dist.all_reduce)),
-            patch.object(dist, "batch_isend_irecv", unseen(dist.batch_isend_irecv)),
+            patch.object(dist, "all_gather_single", undispatched(dist.all_gather_single)),
+            patch.object(dist, "all_reduce", undispatched(dist.all_reduce)),
+            patch.object(dist, "batch_isend_irecv", undispatched(dist.batch_isend_irecv)),
             patch("narrowcast.util.time", SimpleNamespace(perf_counter=self.read_clock)),
             self,
         ):
             yield
 
 
-def unseen(collective: Callable) -> Callable:
-    """The dispatcher may hold no lock of Python's while gloo takes its own."""
+def undispatched(collective: Callable) -> Callable:
+    """The collective without dispatch: it must not hold Python's lock while gloo takes its own."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -119,12 +126,12 @@ def unseen(collective: Callable) -> Callable:
 
 
 def _segments(work: Work) -> list[Counter[tuple[str, int]]]:
-    """What was done between each two readings of the clock that belong together."""
+    """The operations between each two readings of the clock that belong together."""
     return [stop - start for start, stop in zip(work.marks[::2], work.marks[1::2], strict=True)]
 
 
 def _model() -> tuple[nn.Module, Tensor, Tensor]:
-    """A sharded layer, and two values of its local shard, fp32, the same on every rank."""
+    """A sharded layer, and a local shard before and after a step, fp32, equal on every rank."""
     size = int((2 * NUM_VALUES) ** 0.5)
     model = nn.Linear(size, size, bias=False)
     mesh = init_device_mesh("cpu", (2,))
@@ -135,8 +142,8 @@ def _model() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
-    """Of the first gather of a step and of a later one: what is done in training, what is timed,
-    and what was no work."""
+    """Of the first gather of a step and of a later one: operations in training, timed operations,
+    and those that take no time."""
     model, old_N, new_N = _model()
     scheme = SCHEMES[name]
     handle = narrow_all_gather(
@@ -146,6 +153,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
         block_size=scheme.block_size,
         block_check=scheme.block_check,
     )
+    handle.ledger.sample_interval = 0
     (comm,) = handle._comms
     group = comm.group
     gathered = torch.empty(2 * NUM_VALUES, dtype=torch.bfloat16)
@@ -153,7 +161,7 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
 
     def gather(work: Work, prepares: bool) -> None:
         shard = group.shard().view(torch.bfloat16)
-        with torch.no_grad(), work.watched():
+        with torch.no_grad(), work.recorded():
             if prepares:
                 handle.refresh()
             comm(gathered, shard, group.process_group)
@@ -173,14 +181,14 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
     found = []
     for is_first, of_training in zip((True, False), trained, strict=True):
         timed = Work()
-        passage = sampling._Passage(scheme, BF16, find_coder("zstd"), counts=True)
-        with timed.watched():
-            passage.gather(old_bits if is_first else new_bits, new_bits, is_first)
+        gathered = timed_gather.TimedGather(scheme, BF16, find_coder("zstd"))
+        with timed.recorded():
+            gathered.gather(old_bits if is_first else new_bits, new_bits, is_first)
         segments = _segments(timed)
         expected = segments.pop(0) if is_first else Counter()
         hashes = scheme.exponent_coding == "blocks" and bool(segments.pop(0))
         expected += segments[0] + segments[1] + segments[1]
-        if scheme.caches_hashes:  # a sender keeps few bytes of its own, in the place of exponents
+        if scheme.caches_hashes:  # a sender caches few bytes of its own instead of exponents
             assert hashes
             expected += segments[2]
             expected["aten::copy_", NUM_VALUES] -= 1
@@ -189,8 +197,8 @@ def _gathers(name: str) -> list[tuple[Counter, Counter, list[str]]]:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_watching_times_the_work_of_a_gather(ranks, name: str) -> None:
-    """Of one rank: preparing, encoding, and decoding for every rank."""
+def test_sampling_times_the_work_of_a_gather(ranks, name: str) -> None:
+    """Preparing and encoding by one rank, and decoding for every rank."""
     for first, later in ranks(2).run(_gathers, name):
         for trained, timed, idle in (first, later):
             assert timed == trained
@@ -199,21 +207,23 @@ def test_watching_times_the_work_of_a_gather(ranks, name: str) -> None:
 
 
 def test_nothing_that_is_timed_compares_a_tensor_with_itself() -> None:
-    """``torch.equal(x, x)`` returns at once; it took unchanged shards for cheaper than they are."""
+    """``torch.equal(x, x)`` returns at once, so that unchanged shards would seem cheaper than they
+    are."""
     work = Work()
     generator = torch.Generator().manual_seed(0)
     old_N = torch.randn(NUM_VALUES, generator=generator).bfloat16().view(torch.int16)
-    with work.watched():
-        sampling.examine(old_N, old_N ^ 1, BF16, SCHEMES["delta"], find_coder("zstd"))
+    with work.recorded():
+        timed_gather.sample_chunk(old_N, old_N ^ 1, BF16, SCHEMES["delta"], find_coder("zstd"))
     assert work.idle == []
-    # What was prepared with what is gathered, of each compression; the unchanged with its cache.
-    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sampling.COMPRESSIONS) + 2
+    # Of each compression, what was prepared with what is gathered; the unchanged with its cache.
+    assert work.done["aten::equal", 2 * NUM_VALUES] == len(sample_stats.COMPRESSIONS) + 2
 
 
 def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
-    """What is done in training, what is timed, and what was no work."""
+    """Operations in training, timed operations, and those that take no time."""
     model, *_ = _model()
     counted = narrow_reduce_scatter(model)
+    counted.ledger.sample_interval = 0
     ((group, _),) = counted._replaced
     generator = torch.Generator().manual_seed(0)
     values_N = torch.randn(NUM_VALUES, generator=generator)
@@ -223,12 +233,12 @@ def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
         values_N = values_N.bfloat16().float()
     trained, timed = Work(), Work()
     rows_WN = torch.stack([values_N, values_N])
-    with trained.watched():
+    with trained.recorded():
         output_N = torch.empty_like(values_N)
         group.reduce_scatter(output_N, rows_WN.view(-1), group.process_group, dist.ReduceOp.SUM)
     counted.remove()
-    with timed.watched():
-        gradients._look(values_N, find_coder("zstd"))
+    with timed.recorded():
+        gradients.sample_chunk(values_N, find_coder("zstd"))
     start, encoded, decoded, added = timed.marks
     assert added - decoded == {("aten::add_", 4 * NUM_VALUES): 1}  # a row; the first is copied
     trained.done -= Counter({("aten::copy_", 4 * NUM_VALUES): 1, ("aten::add_", 4 * NUM_VALUES): 1})
@@ -236,7 +246,7 @@ def _reduction(kind: str) -> tuple[Counter, Counter, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["of fp32", "of bf16", "zeros"])
-def test_watching_times_the_work_of_a_reduction(ranks, kind: str) -> None:
+def test_sampling_times_the_work_of_a_reduction(ranks, kind: str) -> None:
     for trained, timed, idle in ranks(2).run(_reduction, kind):
         assert timed == trained
         assert idle == []
@@ -289,11 +299,12 @@ def _calibrated() -> tuple[list[Sent], Counter[tuple[str, int]], list[str]]:
 
     with (
         patch.object(calibration, "perf_counter", tick),
+        patch.object(stopwatch, "perf_counter", tick),
         patch("narrowcast.util.time", SimpleNamespace(perf_counter=tick)),
         noted("all_gather_single"),
         noted("reduce_scatter_single"),
         patch.object(dist, "batch_isend_irecv", noted_swap),
-        patch.object(calibration, "raise_alike", wraps=calibration.raise_alike) as agreed,
+        patch.object(links, "raise_alike", wraps=links.raise_alike) as agreed,
         _work_outside_collectives(work),
     ):
         calibration.calibrate(groups, CODERS)
@@ -307,7 +318,7 @@ def _work_outside_collectives(work: Work) -> Iterator[None]:
     names = ("all_gather_single", "reduce_scatter_single", "all_reduce", "barrier")
     with ExitStack() as stack:
         for name in (*names, "batch_isend_irecv"):
-            stack.enter_context(patch.object(dist, name, unseen(getattr(dist, name))))
+            stack.enter_context(patch.object(dist, name, undispatched(getattr(dist, name))))
         stack.enter_context(work)
         yield
 

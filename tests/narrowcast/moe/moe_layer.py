@@ -40,7 +40,7 @@ class MoELayer:
         return len(self.leaves["w1"])
 
     def share(self, rank: int) -> "MoELayer":
-        """What a rank holds: its tokens, which may go anywhere, and its experts."""
+        """Return the share of a rank: its tokens, which may select any expert, and its experts."""
         leaves = {name: self.part(name, leaf, rank) for name, leaf in self.leaves.items()}
         ids_TK, grad_y_TD = (self.part("y", of_TK, rank) for of_TK in (self.ids_TK, self.grad_y_TD))
         return MoELayer(leaves, ids_TK, grad_y_TD, self.tokens_R[rank : rank + 1])
@@ -68,7 +68,7 @@ def random_layer(
     dim: int = 16,
     hidden_dim: int = 8,
 ) -> MoELayer:
-    """A layer whose tokens each select `top_k` of the experts, or of those that are allowed."""
+    """A layer whose tokens each select ``top_k`` of the experts, or of those that are allowed."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:

@@ -91,7 +91,7 @@ def test_replicas_are_added_in_fp32_in_the_order_of_their_blocks() -> None:
     _, brim = built(torch.tensor([[2, 0, 1], [1, 2, 0]]), 3)
     large = 2.0**24  # and one more is no fp32 number
     first_ND, last_ND = torch.tensor([[large, 1, 1], [1, 1, large]])[:, :, None].unbind()
-    # Wide rows are in the order of blocks: those of row 0 and row 1 take turns.
+    # Wide rows are in the order of blocks: those of row 0 and row 1 alternate.
     wide_WD = torch.stack([first_ND, last_ND], dim=1).flatten(0, 1)
     assert merge(wide_WD, brim).flatten().tolist() == [large, large + 2]
 
@@ -127,7 +127,7 @@ def test_a_brim_is_built_without_asking_the_device() -> None:
         assert merge(torch.zeros(17, 2), brim).shape == (11, 2)
 
 
-def test_assignments_of_a_row_to_one_block_are_told_apart() -> None:
+def test_assignments_of_a_row_to_one_block_are_distinguished() -> None:
     assigned = assign(torch.tensor([[2, 0, 2, 2, 3], [3, 1, 0, 1, 0]]), 3)
     assert assigned.block_NK.tolist() == [[0, 2, 2, 2, 3], [0, 0, 1, 1, 3]]
     assert assigned.order_NK.tolist() == [[1, 0, 2, 3, 4], [2, 4, 1, 3, 0]]

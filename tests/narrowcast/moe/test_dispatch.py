@@ -1,4 +1,4 @@
-"""Tokens that cross once to each rank give what all experts in one place give."""
+"""Tokens that are sent once to each rank give the results of all experts in one place."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ def _closeness_of_pairs(layers: list[MoELayer]) -> dict[str, Closeness]:
     }
 
 
-def test_two_expert_parallel_groups_go_their_own_ways(ranks) -> None:
+def test_two_expert_parallel_groups_are_independent(ranks) -> None:
     layers = [random_layer([7, 4], 8, 3, seed=1), random_layer([2, 11], 8, 3, seed=2)]
     for closeness in ranks(4).run(_closeness_of_pairs, layers):
         assert len(closeness) == 3
@@ -118,7 +118,7 @@ def _in_three_nodes() -> None:
     two_levels(dist.group.WORLD, 3)
 
 
-# To the last bit.
+# Bitwise identical.
 
 
 def scaled(dispatched: Dispatched, _: Results) -> Tensor:
@@ -132,7 +132,7 @@ def scaled(dispatched: Dispatched, _: Results) -> Tensor:
 
 
 def _on_a_grid(dtype: torch.dtype) -> dict[str, bool]:
-    """Whether results are the plain sum's, of which none has more bits than bf16."""
+    """Whether results are those of the exact sum, whose numbers all fit into bf16."""
     rank, all_levels = dist.get_rank(), levels_of_four()
     layer = random_layer([11, 6, 0, 8], 16, 5, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
@@ -194,7 +194,7 @@ def _rows_that_arrive(dtype: torch.dtype) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_rows_arrive_to_the_last_bit(ranks, dtype: torch.dtype) -> None:
+def test_rows_arrive_bitwise_identical(ranks, dtype: torch.dtype) -> None:
     for same in ranks(4).run(_rows_that_arrive, dtype):
         assert same == {"one level": True, "two levels": True}
 
@@ -220,7 +220,9 @@ def _repeated(dtype: torch.dtype) -> dict[str, tuple[bool, bool]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_repeat_whatever_the_order_of_a_tokens_experts(ranks, dtype: torch.dtype) -> None:
+def test_a_second_run_is_bitwise_identical_whatever_the_order_of_a_tokens_experts(
+    ranks, dtype: torch.dtype
+) -> None:
     for same in ranks(4).run(_repeated, dtype):
         assert len(same) == 2
         assert set(same.values()) == {(True, True)}, same
@@ -263,7 +265,8 @@ def _torchtitans(layer: MoELayer, rank: int) -> Results:
 
 
 def _squared_errors(seeds: int) -> dict[str, Counter[str]]:
-    """Of torchtitan's path and of ours, for each result, over this rank's parts."""
+    """The sums of squared errors of torchtitan and of each level layout, for each result of this
+    rank."""
     rank = dist.get_rank()
     all_levels = levels_of_four()
     errors: dict[str, Counter[str]] = {"torchtitan": Counter()} | {
@@ -288,9 +291,9 @@ def test_results_are_at_least_as_close_to_fp64_as_torchtitans(ranks) -> None:
     """In bf16: outputs and the gradients of tokens, probabilities and weights."""
     by_rank = ranks(4).run(_squared_errors, 3)
     pooled = {path: sum((errors[path] for errors in by_rank), Counter()) for path in by_rank[0]}
-    theirs = pooled.pop("torchtitan")
+    expected = pooled.pop("torchtitan")
     assert len(pooled) == 2
-    for name, ours in pooled.items():
-        assert set(ours) == set(theirs) == {"y", "x", "prob", *WEIGHTS}
-        for result, squared in ours.items():
-            assert squared <= theirs[result], (name, result)
+    for name, found in pooled.items():
+        assert set(found) == set(expected) == {"y", "x", "prob", *WEIGHTS}
+        for result, squared in found.items():
+            assert squared <= expected[result], (name, result)

@@ -1,4 +1,4 @@
-"""What crosses is counted, row by row, and other work runs while it is under way."""
+"""Every row that is sent is counted, and other work runs while rows are being sent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,14 +36,14 @@ def test_a_row_is_a_token_its_probabilities_and_experts_in_sixteens(layout, nbyt
 
 
 @dataclass(frozen=True)
-class Crossed:
-    """Rows that a rank sends to others the way the tokens go, and back to where they came from."""
+class SentRows:
+    """Rows that a rank sends to other ranks: to the experts of its tokens, and back to tokens."""
 
-    there: int
-    back: int
+    to_experts: int
+    to_tokens: int
 
 
-def expected_rows(layer: MoELayer, rank: int) -> dict[str, Crossed]:
+def expected_rows(layer: MoELayer, rank: int) -> dict[str, SentRows]:
     """By nothing but the tokens' experts: rows between ranks; between nodes, and within one of what
     was passed on; and the copies that plain expert parallelism sends."""
     ids_RTK = [ids_TK.tolist() for ids_TK in layer.ids_TK.split(layer.tokens_R)]
@@ -60,34 +60,36 @@ def expected_rows(layer: MoELayer, rank: int) -> dict[str, Crossed]:
         return [*ids_RTK[by % 2], *ids_RTK[2 + by % 2]]
 
     return {
-        "ranks": Crossed(
-            there=sum(len(ranks_of(ids) & others) for ids in ids_RTK[rank]),
-            back=sum(rank in ranks_of(ids) for other in others for ids in ids_RTK[other]),
+        "ranks": SentRows(
+            to_experts=sum(len(ranks_of(ids) & others) for ids in ids_RTK[rank]),
+            to_tokens=sum(rank in ranks_of(ids) for other in others for ids in ids_RTK[other]),
         ),
-        "nodes": Crossed(
-            there=sum(1 - node in nodes_of(ids) for ids in ids_RTK[rank]),
-            back=sum(node in nodes_of(ids) for ids in ids_RTK[across]),
+        "nodes": SentRows(
+            to_experts=sum(1 - node in nodes_of(ids) for ids in ids_RTK[rank]),
+            to_tokens=sum(node in nodes_of(ids) for ids in ids_RTK[across]),
         ),
-        "within": Crossed(
-            there=sum(peer in ranks_of(ids) for ids in passed_on(rank)),
-            back=sum(rank in ranks_of(ids) for ids in passed_on(peer)),
+        "within": SentRows(
+            to_experts=sum(peer in ranks_of(ids) for ids in passed_on(rank)),
+            to_tokens=sum(rank in ranks_of(ids) for ids in passed_on(peer)),
         ),
-        "copies": Crossed(
-            there=sum(i // 4 != rank for ids in ids_RTK[rank] for i in ids),
-            back=sum(i // 4 == rank for other in others for ids in ids_RTK[other] for i in ids),
+        "copies": SentRows(
+            to_experts=sum(i // 4 != rank for ids in ids_RTK[rank] for i in ids),
+            to_tokens=sum(
+                i // 4 == rank for other in others for ids in ids_RTK[other] for i in ids
+            ),
         ),
     }
 
 
-Told = tuple[str, int, int, int]
+Counted = tuple[str, int, int, int]
 
 
-def _told(layer: MoELayer) -> tuple[int, dict[str, list[Told]]]:
-    told: dict[str, list[Told]] = {}
+def _counted(layer: MoELayer) -> tuple[int, dict[str, list[Counted]]]:
+    counted: dict[str, list[Counted]] = {}
     for name, levels in levels_of_four().items():
-        calls = told[name] = []
+        calls = counted[name] = []
         deduplicated(layer, levels, dist.get_rank(), count=lambda *of, to=calls: to.append(of))
-    return dist.get_rank(), told
+    return dist.get_rank(), counted
 
 
 def test_every_row_and_byte_is_counted_and_what_plain_expert_parallelism_would_send(ranks) -> None:
@@ -97,30 +99,30 @@ def test_every_row_and_byte_is_counted_and_what_plain_expert_parallelism_would_s
     row = 80  # with 5 probabilities and experts, or 4, in 16s
     gradient_row = {5: 80, 4: 64}  # without experts
     plain_counts = 3 * 4 * 8  # to three ranks, of each expert
-    for rank, told in ranks(4).run(_told, layer):
+    for rank, counted in ranks(4).run(_counted, layer):
         rows = expected_rows(layer, rank)
         ranks_, nodes, within, copies = rows.values()
-        there, back = copies.there * token, copies.back * token
-        assert told["one level"] == [
+        there, back = copies.to_experts * token, copies.to_tokens * token
+        assert counted["one level"] == [
             ("dispatch", 0, 3 * 3 * 8, plain_counts),
-            ("dispatch", ranks_.there, ranks_.there * row, there),
-            ("combine", ranks_.back, ranks_.back * token, back),
-            ("combine", ranks_.there, ranks_.there * token, there),
-            ("dispatch", ranks_.back, ranks_.back * gradient_row[4], back),
+            ("dispatch", ranks_.to_experts, ranks_.to_experts * row, there),
+            ("combine", ranks_.to_tokens, ranks_.to_tokens * token, back),
+            ("combine", ranks_.to_experts, ranks_.to_experts * token, there),
+            ("dispatch", ranks_.to_tokens, ranks_.to_tokens * gradient_row[4], back),
         ]
-        assert told["two levels"] == [
+        assert counted["two levels"] == [
             ("dispatch", 0, 4 * 8, 0),
-            ("dispatch", nodes.there, nodes.there * row, 0),
+            ("dispatch", nodes.to_experts, nodes.to_experts * row, 0),
             ("dispatch", 0, 3 * 8, plain_counts),
-            ("dispatch", within.there, within.there * row, there),
-            ("combine", within.back, within.back * token, back),
-            ("combine", nodes.back, nodes.back * token, 0),
-            ("combine", nodes.there, nodes.there * token, 0),
-            ("combine", within.there, within.there * token, there),
-            ("dispatch", within.back, within.back * gradient_row[4], back),
-            ("dispatch", nodes.back, nodes.back * gradient_row[5], 0),
+            ("dispatch", within.to_experts, within.to_experts * row, there),
+            ("combine", within.to_tokens, within.to_tokens * token, back),
+            ("combine", nodes.to_tokens, nodes.to_tokens * token, 0),
+            ("combine", nodes.to_experts, nodes.to_experts * token, 0),
+            ("combine", within.to_experts, within.to_experts * token, there),
+            ("dispatch", within.to_tokens, within.to_tokens * gradient_row[4], back),
+            ("dispatch", nodes.to_tokens, nodes.to_tokens * gradient_row[5], 0),
         ]
-        assert rank == 2 or 0 < ranks_.there < copies.there
+        assert rank == 2 or 0 < ranks_.to_experts < copies.to_experts
 
 
 def _watched() -> dict[str, tuple[list[str], bool]]:
@@ -144,11 +146,11 @@ def _watched() -> dict[str, tuple[list[str], bool]]:
 
             return call
 
-        departing = noted("departure", module.start_all_to_all)
-        arriving = noted("arrival", module.finish_all_to_all)
+        starting = noted("start", module.start_all_to_all)
+        waiting = noted("wait", module.finish_all_to_all)
         with (
-            patch.object(module, "start_all_to_all", departing),
-            patch.object(module, "finish_all_to_all", arriving),
+            patch.object(module, "start_all_to_all", starting),
+            patch.object(module, "finish_all_to_all", waiting),
         ):
             x_TD, prob_TK = leaves["x"], leaves["prob"]
             dispatched = dispatch(x_TD, prob_TK, layer.ids_TK, 8, levels, meanwhile=meanwhile)
@@ -161,15 +163,15 @@ def _watched() -> dict[str, tuple[list[str], bool]]:
     return watched
 
 
-def test_what_runs_meanwhile_runs_between_departure_and_arrival_in_backward_too(ranks) -> None:
-    crossing, with_meanwhile = ["departure", "arrival"], ["departure", "meanwhile", "arrival"]
+def test_what_runs_meanwhile_runs_between_start_and_wait_in_backward_too(ranks) -> None:
+    hop, with_meanwhile = ["start", "wait"], ["start", "meanwhile", "wait"]
     for watched in ranks(4).run(_watched):
-        # Counts cross, then tokens; then what comes back.
+        # Counts are exchanged, then tokens are sent; then the partial sums come back.
         assert watched["one level"] == (
-            [*crossing, *with_meanwhile, *crossing, "end", *crossing, *with_meanwhile],
+            [*hop, *with_meanwhile, *hop, "end", *hop, *with_meanwhile],
             True,
         )
         assert watched["two levels"] == (
-            [*crossing, *with_meanwhile, *crossing * 4, "end", *crossing * 3, *with_meanwhile],
+            [*hop, *with_meanwhile, *hop * 4, "end", *hop * 3, *with_meanwhile],
             True,
         )

@@ -1,4 +1,4 @@
-"""The Triton experts give what plain torch gives, in the interpreter, and compile for GPUs.
+"""The Triton experts give the results of plain torch, in the interpreter, and compile for GPUs.
 
 Triton reads TRITON_INTERPRET as it is imported: kernels run in processes of their own. fp32 alone,
 for the interpreter's bf16 is wrong.
@@ -31,7 +31,7 @@ Call = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and the experts that rows may select, of which each has up to `places`."""
+    """Sizes, and the experts that rows may select, of which each has up to ``places``."""
 
     num_rows: int
     num_experts: int
@@ -73,7 +73,7 @@ class Case:
 
 CASES = {
     "sizes that no tile divides": Case(num_rows=13, num_experts=3, places=2, dim=44),
-    "several tiles each way, of a message": Case(70, 2, 2, hidden_dim=40, padding=4),
+    "several tiles in each dimension, of a message": Case(70, 2, 2, hidden_dim=40, padding=4),
     "one place": Case(num_rows=37, num_experts=4, places=1),
     "nearly all rows to one expert": Case(40, 1, 1, selectable=(0,) * 40),
     "many experts a row": Case(num_rows=21, num_experts=5, places=5),
@@ -102,9 +102,9 @@ def run(case: Case) -> Results:
 def test_output_and_all_gradients_are_those_of_plain_torch(name: str, interpret: Call) -> None:
     problem = CASES[name].problem()
     exact = problem.double().run(looped_experts)
-    plain = problem.run(swiglu.swiglu_experts)
+    reference = problem.run(swiglu.swiglu_experts)
     for i, result in enumerate(interpret(run, CASES[name])):
-        torch.testing.assert_close(result, plain[i], msg=lambda m, i=i: f"{RESULTS[i]}: {m}")
+        torch.testing.assert_close(result, reference[i], msg=lambda m, i=i: f"{RESULTS[i]}: {m}")
         torch.testing.assert_close(
             result.double(), exact[i], rtol=1e-5, atol=1e-5, msg=lambda m, i=i: f"{RESULTS[i]}: {m}"
         )
@@ -158,9 +158,9 @@ def test_copies_of_the_rows_are_never_made(interpret: Call) -> None:
     case = Case(num_rows=30, num_experts=3, places=3, dim=48, hidden_dim=8)
     rows_at_experts = len(case.problem().rows.brim.source_W)
     assert rows_at_experts > 1.2 * case.num_rows
-    ours, plain = interpret(largest_storages, case)
+    ours, reference = interpret(largest_storages, case)
     assert ours == 4 * case.num_rows * case.dim
-    assert plain >= 4 * rows_at_experts * case.dim
+    assert reference >= 4 * rows_at_experts * case.dim
 
 
 def test_weights_that_are_not_contiguous_are_refused() -> None:
@@ -231,7 +231,7 @@ def test_gpu_check_says_that_it_needs_a_gpu(capsys: pytest.CaptureFixture[str]) 
     assert err == "gpu_check needs a CUDA GPU, and torch finds none here.\n"
 
 
-def test_gpu_check_tells_wrong_results_from_right_ones() -> None:
+def test_gpu_check_distinguishes_wrong_results_from_right_ones() -> None:
     shape = Shape(dim=16, hidden_dim=8, num_experts=8, top_k=3, ranks=2, tokens=20)
     problem = gpu_check.make_problem(shape, torch.float32, torch.device("cpu"))
 

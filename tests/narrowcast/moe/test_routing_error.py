@@ -18,7 +18,7 @@ from tests.narrowcast.training import same_bits
 
 NUM_SLOTS = 8
 TWICE = "token 2 is routed to slot 3 twice (its row: [3, 3])"
-# Row of token 2, and what is said of it.
+# The row of token 2, and the error for it.
 ROWS = {
     "twice": ([3, 3], TWICE),
     "beyond the last": ([8, 1], "token 2 is routed to slot 8, but slots are 0 to 7"),
@@ -36,9 +36,9 @@ def _levels(name: str) -> tuple[Level, ...]:
     return two_levels(world, 2 if name == "two levels" else world.size())
 
 
-def _told(row: list[int], dtype: torch.dtype, levels_name: str, wrong: list[int]) -> list[str]:
+def _errors(row: list[int], dtype: torch.dtype, levels_name: str, wrong: list[int]) -> list[str]:
     """What is raised where one token of some ranks has a wrong row; and that the ranks then go on,
-    in step, to the bits of a rank that was never wrong."""
+    in step, to results that are bitwise identical to those before."""
     rank, levels = dist.get_rank(), _levels(levels_name)
     layer = random_layer([6] * dist.get_world_size(), NUM_SLOTS, len(row), dim=8)
     before = deduplicated(layer, levels, rank)
@@ -51,12 +51,12 @@ def _told(row: list[int], dtype: torch.dtype, levels_name: str, wrong: list[int]
     try:
         dispatch(*arguments)
     except RoutingError as error:
-        told = [str(error)]
+        errors = [str(error)]
     else:
-        told = []
+        errors = []
     after = deduplicated(layer, levels, rank)
     assert same_bits([*before.values()], [*after.values()])
-    return told
+    return errors
 
 
 @pytest.mark.parametrize("levels", ["one level", "two levels"])
@@ -64,10 +64,10 @@ def _told(row: list[int], dtype: torch.dtype, levels_name: str, wrong: list[int]
 def test_a_wrong_row_of_one_rank_is_the_same_error_on_all(ranks, what: str, levels: str) -> None:
     row, message = ROWS[what]
     wrong = list(ROWS).index(what) % 4
-    outcomes = ranks(4).run(_told, row, torch.int64, levels, [wrong])
-    assert len({tuple(told) for told in outcomes}) == 1
-    ((told,), *_) = outcomes
-    assert told.startswith(f"rank {wrong}: {message}")
+    outcomes = ranks(4).run(_errors, row, torch.int64, levels, [wrong])
+    assert len({tuple(errors) for errors in outcomes}) == 1
+    ((error,), *_) = outcomes
+    assert error.startswith(f"rank {wrong}: {message}")
 
 
 @pytest.mark.parametrize(
@@ -83,25 +83,25 @@ def test_a_wrong_row_of_one_rank_is_the_same_error_on_all(ranks, what: str, leve
     ids=str,
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_every_k_and_dtype_of_slots_is_looked_at(ranks, world_size, row, dtype, message) -> None:
+def test_every_k_and_dtype_of_slots_is_checked(ranks, world_size, row, dtype, message) -> None:
     for levels in ("one level", "a node each"):
         wrong = world_size - 1
-        for told in ranks(world_size).run(_told, row, dtype, levels, [wrong]):
-            assert len(told) == 1
-            assert told[0].startswith(f"rank {wrong}: {message}")
+        for errors in ranks(world_size).run(_errors, row, dtype, levels, [wrong]):
+            assert len(errors) == 1
+            assert errors[0].startswith(f"rank {wrong}: {message}")
 
 
 @pytest.mark.parametrize("levels", ["one level", "two levels"])
 def test_of_several_ranks_the_same_one_is_named_everywhere(ranks, levels: str) -> None:
     """Wrong ranks of both rails and both nodes."""
-    outcomes = ranks(4).run(_told, [3, 3], torch.int64, levels, [1, 2])
-    assert len({tuple(told) for told in outcomes}) == 1
+    outcomes = ranks(4).run(_errors, [3, 3], torch.int64, levels, [1, 2])
+    assert len({tuple(errors) for errors in outcomes}) == 1
     assert TWICE in outcomes[0][0]
 
 
 def _wrong_arguments(levels_name: str) -> list[str]:
     rank, levels = dist.get_rank(), _levels(levels_name)
-    told = []
+    errors = []
     x_TD, prob_TK = torch.ones(3, 8), torch.ones(3, 2)
     slot_TK = torch.tensor([[0, 1]] * 3)
     for wrong in (
@@ -114,19 +114,19 @@ def _wrong_arguments(levels_name: str) -> list[str]:
         arguments = wrong if rank == 1 else (x_TD, prob_TK, slot_TK)
         with pytest.raises(RoutingError) as raised:
             dispatch(*arguments, NUM_SLOTS, levels)
-        told.append(str(raised.value))
-    return told
+        errors.append(str(raised.value))
+    return errors
 
 
 @pytest.mark.parametrize("levels", ["one level", "two levels"])
-def test_arguments_that_do_not_go_together_are_told_on_every_rank(ranks, levels: str) -> None:
+def test_arguments_that_do_not_match_are_one_error_on_every_rank(ranks, levels: str) -> None:
     outcomes = ranks(4).run(_wrong_arguments, levels)
-    assert all(told == outcomes[0] for told in outcomes)
+    assert all(errors == outcomes[0] for errors in outcomes)
     fractions, booleans, *shapes = outcomes[0]
     assert fractions == "rank 1: slots are torch.float32; expected integers, such as int64 or int32"
     assert "slots are torch.bool" in booleans
     assert "have shapes (2, 8), (3, 2), (3, 2); expected (T, D), (T, K) and (T, K)" in shapes[0]
-    assert all(told.startswith("rank 1: ") for told in shapes)
+    assert all(error.startswith("rank 1: ") for error in shapes)
 
 
 def _collectives_and_waits() -> tuple[int, int]:
@@ -150,7 +150,7 @@ def _collectives_and_waits() -> tuple[int, int]:
 
 
 def test_good_rows_cost_no_collective_and_no_wait(ranks) -> None:
-    """Counts and tokens cross, and the host reads the counts; at each of two levels."""
+    """At each level counts are exchanged, tokens are sent, and the host reads the counts."""
     assert ranks(4).run(_collectives_and_waits) == [(4, 2)] * 4
 
 
@@ -169,7 +169,7 @@ def test_faults_are_those_of_a_loop_over_tokens(dtype: torch.dtype) -> None:
 
 
 def test_no_index_is_memory_that_nobody_wrote() -> None:
-    """Whatever is assigned, and however many wide rows the caller says that there are."""
+    """Whatever is assigned, and however many wide rows the caller passes."""
     block_NK = torch.tensor([[1, 1, 0], [2, 3, 3], [4, 4, 4]])
     assigned = assign(block_NK, 4)
 

@@ -48,18 +48,18 @@ def test_modulated_swiglu_and_its_gradients_are_rounded_once(
 def test_backward_leaves_the_gradient_that_comes_in_as_it_is(dtype: torch.dtype) -> None:
     """Others may read it too, or it may be one value for all."""
     *inputs, grad_NF = activations(dtype)
-    kept_NF = grad_NF.clone()
+    before_NF = grad_NF.clone()
     modulated_swiglu(*(tensor.requires_grad_() for tensor in inputs)).backward(grad_NF)
-    assert torch.equal(grad_NF, kept_NF)
+    assert torch.equal(grad_NF, before_NF)
     modulated_swiglu(*inputs).sum().backward()
 
 
-def test_modulated_swiglu_keeps_its_inputs_for_backward_and_nothing_else() -> None:
+def test_modulated_swiglu_saves_its_inputs_for_backward_and_nothing_else() -> None:
     inputs = [tensor.requires_grad_() for tensor in activations(torch.bfloat16)[:3]]
-    kept: list[int] = []
-    with saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda _: None):
+    saved: list[int] = []
+    with saved_tensors_hooks(lambda tensor: saved.append(tensor.data_ptr()), lambda _: None):
         modulated_swiglu(*inputs)
-    assert sorted(kept) == sorted(tensor.data_ptr() for tensor in inputs)
+    assert sorted(saved) == sorted(tensor.data_ptr() for tensor in inputs)
 
 
 def by_experts(layer: MoELayer) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ def test_without_pairs_counts_and_graph_are_zero():
     assert not normalized(counts_EE).any()
 
 
-def test_a_first_order_row_tells_where_an_experts_tokens_go():
+def test_a_first_order_row_has_the_next_experts_of_an_experts_tokens():
     table = first_order(
         repeated([[0, 1], [0, 1], [0, 2], [0, 2]]), repeated([[3, 1], [3, 2], [1, 2], [3, 0]]), 4
     )

@@ -1,4 +1,4 @@
-"""Co-selection counts: what is planned from them, how near to the best, what they cannot tell."""
+"""Co-selection counts: plans made from them, and what they determine and what they do not."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_as_many_pairs_share_a_rank_as_any_division_allows(
     assert sum(optima) / 16 == pytest.approx(best, abs=5e-4)
 
 
-def test_counts_of_a_top_2_router_tell_of_a_placement_what_its_trace_tells() -> None:
+def test_counts_of_a_top_2_router_give_the_metrics_of_its_trace() -> None:
     generator = torch.Generator().manual_seed(0)
     ids_LTK = torch.rand(2, 3000, 12, generator=generator).square().topk(2).indices
     ids_LTK[:, ::3] = ids_LTK[:, :1000] // 6 * 6 + torch.tensor([0, 5])
@@ -52,29 +52,31 @@ def test_counts_of_a_top_2_router_tell_of_a_placement_what_its_trace_tells() -> 
     part_LE = torch.stack([torch.randperm(12, generator=generator) // 3 for _ in names])
     slots = [from_parts(part_E) for part_E in part_LE]
     placement = placement_of(counts, slots, num_ranks=4, num_nodes=2, method="random")
-    for ours, theirs in zip(
+    for by_counts, by_trace in zip(
         measure_counts(counts, placement), measure(trace, placement), strict=True
     ):
-        for name, value in vars(theirs).items():
+        for name, value in vars(by_trace).items():
             same = pytest.approx(value) if isinstance(value, float) else value
-            assert getattr(ours, name) == same, name
+            assert getattr(by_counts, name) == same, name
 
 
-def test_beyond_top_2_counts_tell_pairs_and_load_alone(tmp_path: Path) -> None:
+def test_beyond_top_2_counts_determine_pairs_and_load_only(tmp_path: Path) -> None:
     ids_TK = torch.rand(3000, 12, generator=torch.Generator().manual_seed(0)).topk(4).indices
     np.savez(tmp_path / "c.npz", coselection=coselection(ids_TK, 12)[None], model="m f")
     counts = load_coselection(tmp_path / "c.npz")
     assert (counts.model, counts.layers, counts.top_k) == ("m f", ("layers.0",), None)
     placement = make_plan(counts, 4, method="pairwise").placement
-    (ours,) = measure_counts(counts, placement)
+    (by_counts,) = measure_counts(counts, placement)
     trace = RoutingTrace("m f", counts.layers, 12, 2, ids_TK[None], *[torch.zeros(3000)] * 3)
-    (theirs,) = measure(trace, placement)
-    assert ours.intra_share == pytest.approx(theirs.intra_share)
-    assert ours.busiest_load == pytest.approx(theirs.busiest_load)
-    assert np.isnan([ours.rows_per_token, ours.rows_removed, ours.rows_to_ranks]).all()
-    for top_k, told in ((None, "top_k is not known here"), (4, "top_k is 4 here")):
+    (by_trace,) = measure(trace, placement)
+    assert by_counts.intra_share == pytest.approx(by_trace.intra_share)
+    assert by_counts.busiest_load == pytest.approx(by_trace.busiest_load)
+    assert np.isnan(
+        [by_counts.rows_per_token, by_counts.rows_removed, by_counts.rows_to_ranks]
+    ).all()
+    for top_k, named in ((None, "top_k is not known here"), (4, "top_k is 4 here")):
         counts = load_coselection(tmp_path / "c.npz", top_k)
-        with pytest.raises(ValueError, match=f"{told}: give --top-k 2 if it is one, take --method"):
+        with pytest.raises(ValueError, match=f"{named}: give --top-k 2 if it is one, use --method"):
             make_plan(counts, 4, method="rows")
 
 
@@ -86,18 +88,18 @@ def symmetric(*, dtype: type = np.int64) -> np.ndarray:
     ("arrays", "message"),
     [
         ({"counts": symmetric()}, "has no array `coselection`: it has counts"),
-        ({"coselection": symmetric()[0]}, r"is of shape \(4, 4\), not \(layers, experts"),
-        ({"coselection": symmetric()[:, :3]}, r"is of shape \(2, 3, 4\)"),
-        ({"coselection": symmetric(dtype=np.float32)}, "is of dtype float32"),
+        ({"coselection": symmetric()[0]}, r"has shape \(4, 4\), not \(layers, experts"),
+        ({"coselection": symmetric()[:, :3]}, r"has shape \(2, 3, 4\)"),
+        ({"coselection": symmetric(dtype=np.float32)}, "has dtype float32"),
         ({"coselection": -symmetric()}, "has the negative count -1"),
         ({"coselection": np.triu(symmetric())}, "is not symmetric"),
         ({"coselection": symmetric() + np.eye(4, dtype=np.int64)}, "diagonal that is not 0"),
         ({"coselection": 0 * symmetric()}, "has a layer without counts"),
         ({"coselection": symmetric(), "layers": ["a", "a"]}, "not 2 different names"),
-        ({"coselection": np.array([{}], dtype=object)}, "no .npz file of co-selection counts"),
+        ({"coselection": np.array([{}], dtype=object)}, "not an .npz file of co-selection counts"),
     ],
 )
-def test_what_are_no_counts_is_said_by_name(tmp_path: Path, arrays: dict, message: str) -> None:
+def test_invalid_counts_are_refused_by_name(tmp_path: Path, arrays: dict, message: str) -> None:
     np.savez(tmp_path / "c.npz", **arrays)
     with pytest.raises(ValueError, match=rf"c\.npz.*{message}"):
         load_coselection(tmp_path / "c.npz")

@@ -124,16 +124,20 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+def test_a_file_of_another_kind_is_distinguished_from_a_damaged_one(tmp_path, kind) -> None:
     (tmp_path / "a.json").write_bytes(OTHER_FILES[kind])
-    with pytest.raises(ValueError, match=r"a\.json is no narrowcast\.placement of .*: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"a\.json is not a narrowcast\.placement of .*: "
+    ) as caught:
         load_placement(tmp_path / "a.json")
-    if kind != "text":  # which says where it is no JSON
-        assert f": it is {kind}, due is the JSON that `placement plan` writes" in str(caught.value)
+    if kind != "text":  # whose message names where it is not JSON
+        assert f": it is {kind}, expected the JSON that `narrowcast placement plan` writes" in str(
+            caught.value
+        )
 
 
-def test_a_folder_is_told(tmp_path) -> None:
-    with pytest.raises(ValueError, match="it is a folder, due is the JSON that"):
+def test_a_folder_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="it is a folder, expected the JSON that"):
         load_placement(tmp_path)
 
 
@@ -141,19 +145,21 @@ def test_a_folder_is_told(tmp_path) -> None:
     ("content", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "it is [], due is an object"),
-        ("null", "it is null, due is an object"),
-        ("7", "it is 7, due is an object"),
-        ("{}", "it lacks 'format', due is \"narrowcast.placement\""),
-        ('{"calibration": 1, "seen": 2}', "it lacks 'format' (it has calibration, seen), due is"),
+        ("[]", "it is [], expected an object"),
+        ("null", "it is null, expected an object"),
+        ("7", "it is 7, expected an object"),
+        ("{}", "it lacks 'format', expected \"narrowcast.placement\""),
+        ('{"calibration": 1, "seen": 2}', "it lacks 'format' (it has calibration, seen), expected"),
         ("[" * 100_000, "nested too deeply"),
         ('{"format": "a", "format": "narrowcast.placement"}', 'it has "format" twice'),
         ('{"a": 1' + "0" * 5000 + "}", "Exceeds the limit"),
     ],
 )
-def test_json_of_another_shape_is_told_with_what_is_due(tmp_path, content, message) -> None:
+def test_json_of_another_shape_is_refused_with_what_is_expected(tmp_path, content, message) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=r"a\.json is no narrowcast\.placement of .*: ") as caught:
+    with pytest.raises(
+        ValueError, match=r"a\.json is not a narrowcast\.placement of .*: "
+    ) as caught:
         load_placement(tmp_path / "a.json")
     assert message in str(caught.value)
 
@@ -176,7 +182,7 @@ def test_a_file_that_lacks_a_key_is_refused_with_its_name(tmp_path, key) -> None
     described = json.loads((tmp_path / "a.json").read_text())
     del described[key]
     (tmp_path / "a.json").write_text(json.dumps(described))
-    with pytest.raises(ValueError, match=rf"a\.json is no .*: it lacks '{key}' .*due is"):
+    with pytest.raises(ValueError, match=rf"a\.json is not a .*: it lacks '{key}' .*expected"):
         load_placement(tmp_path / "a.json")
 
 
@@ -198,7 +204,7 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path) -> None:
         replace(PLACEMENT, num_ranks=4),
         replace(PLACEMENT, model=""),
     ):
-        with pytest.raises(ValueError, match="due is"):
+        with pytest.raises(ValueError, match="expected"):
             wrong.save(tmp_path / "a.json")
     assert not list(tmp_path.iterdir())
 
@@ -207,21 +213,21 @@ def of_a(*experts: object) -> dict:
     return {"experts_by_slot": {"a": list(experts)}}
 
 
-INTEGER = "due is an integer from 0 to 5"
+INTEGER = "expected an integer from 0 to 5"
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "narrowcast.routing_trace"}, 'format is "narrowcast.routing_trace", due is'),
-        ({"version": 2}, "version is 2, due is 1"),
-        ({"version": True}, "version is true, due is 1"),
-        ({"version": "1"}, 'version is "1", due is 1'),
-        ({"model": None}, "model is null, due is the model's name"),
-        ({"model": 7}, "model is 7, due is"),
-        ({"model": "two\nlines"}, 'model is "two\\nlines", due is'),
-        ({"method": None}, "method is null, due is"),
-        (of_a(0, 1, 2, 3, 4, 4), "a has expert 4 twice, due is each of the 6 experts once"),
+        ({"format": "narrowcast.routing_trace"}, 'format is "narrowcast.routing_trace", expected'),
+        ({"version": 2}, "version is 2, expected 1"),
+        ({"version": True}, "version is true, expected 1"),
+        ({"version": "1"}, 'version is "1", expected 1'),
+        ({"model": None}, "model is null, expected the model's name"),
+        ({"model": 7}, "model is 7, expected"),
+        ({"model": "two\nlines"}, 'model is "two\\nlines", expected'),
+        ({"method": None}, "method is null, expected"),
+        (of_a(0, 1, 2, 3, 4, 4), "a has expert 4 twice, expected each of the 6 experts once"),
         (of_a(1, 2, 3, 4, 5, 6), f"a has 6 in slot 5, {INTEGER}"),
         (of_a(-1, 1, 2, 3, 4, 5), f"a has -1 in slot 0, {INTEGER}"),
         (of_a(0, 1.5, 2, 3, 4, 5), f"a has 1.5 in slot 1, {INTEGER}"),
@@ -232,28 +238,31 @@ INTEGER = "due is an integer from 0 to 5"
         (of_a(0, math.nan, 2, 3, 4, 5), f"a has NaN in slot 1, {INTEGER}"),
         (of_a(0, 10**30, 2, 3, 4, 5), f"a has {10**30} in slot 1, {INTEGER}"),
         (of_a("x"), f'a has "x" in slot 0, {INTEGER}'),
-        (of_a(0, 1, 2), "a has 3 experts, due is each of the 6 experts once"),
-        ({"experts_by_slot": {"a": 3}}, "a is 3, due is a list: each of the 6 experts once"),
-        ({"experts_by_slot": {}}, "experts_by_slot is {}, due is an object"),
-        ({"experts_by_slot": {"": [0]}}, 'experts_by_slot is {"": [0]}, due is an object'),
-        ({"experts_by_slot": [[0, 1, 2, 3, 4, 5]]}, "experts_by_slot is [[0, 1, 2, 3, 4, 5]], due"),
-        ({"num_experts": 9}, "layers.0.moe has 6 experts, due is each of the 9 experts once"),
-        ({"num_experts": 6.0}, "num_experts is 6.0, due is an integer from 1 to"),
-        ({"num_experts": 10**12}, f"num_experts is {10**12}, due is an integer from 1 to"),
-        ({"num_ranks": 4}, "num_ranks is 4, due is an integer that divides num_experts, 6"),
-        ({"num_ranks": 0}, "num_ranks is 0, due is an integer that divides"),
-        ({"num_ranks": "3"}, 'num_ranks is "3", due is an integer that divides'),
-        ({"num_ranks": -3}, "num_ranks is -3, due is an integer that divides"),
-        ({"num_ranks": True}, "num_ranks is true, due is an integer that divides"),
-        ({"num_nodes": 2}, "num_nodes is 2, due is an integer that divides num_ranks, 3"),
-        ({"num_nodes": math.inf}, "num_nodes is Infinity, due is an integer that divides"),
+        (of_a(0, 1, 2), "a has 3 experts, expected each of the 6 experts once"),
+        ({"experts_by_slot": {"a": 3}}, "a is 3, expected a list: each of the 6 experts once"),
+        ({"experts_by_slot": {}}, "experts_by_slot is {}, expected an object"),
+        ({"experts_by_slot": {"": [0]}}, 'experts_by_slot is {"": [0]}, expected an object'),
+        (
+            {"experts_by_slot": [[0, 1, 2, 3, 4, 5]]},
+            "experts_by_slot is [[0, 1, 2, 3, 4, 5]], expected",
+        ),
+        ({"num_experts": 9}, "layers.0.moe has 6 experts, expected each of the 9 experts once"),
+        ({"num_experts": 6.0}, "num_experts is 6.0, expected an integer from 1 to"),
+        ({"num_experts": 10**12}, f"num_experts is {10**12}, expected an integer from 1 to"),
+        ({"num_ranks": 4}, "num_ranks is 4, expected an integer that divides num_experts, 6"),
+        ({"num_ranks": 0}, "num_ranks is 0, expected an integer that divides"),
+        ({"num_ranks": "3"}, 'num_ranks is "3", expected an integer that divides'),
+        ({"num_ranks": -3}, "num_ranks is -3, expected an integer that divides"),
+        ({"num_ranks": True}, "num_ranks is true, expected an integer that divides"),
+        ({"num_nodes": 2}, "num_nodes is 2, expected an integer that divides num_ranks, 3"),
+        ({"num_nodes": math.inf}, "num_nodes is Infinity, expected an integer that divides"),
     ],
 )
 def test_a_file_with_wrong_values_is_refused(tmp_path, changed, message) -> None:
     PLACEMENT.save(tmp_path / "a.json")
     described = json.loads((tmp_path / "a.json").read_text())
     (tmp_path / "a.json").write_text(json.dumps({**described, **changed}))
-    with pytest.raises(ValueError, match=r"a\.json is no .*Plan it again") as caught:
+    with pytest.raises(ValueError, match=r"a\.json is not a .*Plan it again") as caught:
         load_placement(tmp_path / "a.json")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -267,7 +276,7 @@ def test_what_others_write_beside_it_does_no_harm(tmp_path) -> None:
 
 
 def test_layers_go_by_their_names_and_not_by_their_order() -> None:
-    turned = PLACEMENT.in_order(LAYERS[::-1])
-    turned.check(**HERE)
-    assert turned.experts_LE.tolist() == EXPERTS_LE.flip(0).tolist()
-    assert_same(turned.in_order(LAYERS), PLACEMENT)
+    reversed_order = PLACEMENT.in_order(LAYERS[::-1])
+    reversed_order.check(**HERE)
+    assert reversed_order.experts_LE.tolist() == EXPERTS_LE.flip(0).tolist()
+    assert_same(reversed_order.in_order(LAYERS), PLACEMENT)

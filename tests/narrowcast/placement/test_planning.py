@@ -54,14 +54,14 @@ def test_no_layer_is_worse_than_contiguous_on_tokens_that_it_was_not_fitted_on(m
     planned = measure(later, plan(trace, 4, method=method, restarts=2))
     contiguous = measure(later, plan(trace, 4, method="contiguous"))
     moved = 0
-    for ours, theirs in zip(planned, contiguous, strict=True):
-        assert ours.rows_per_token <= theirs.rows_per_token
-        moved += ours != theirs
+    for planned_layer, contiguous_layer in zip(planned, contiguous, strict=True):
+        assert planned_layer.rows_per_token <= contiguous_layer.rows_per_token
+        moved += planned_layer != contiguous_layer
     assert 0 < moved < 12
 
 
 @pytest.mark.parametrize("weight", [None, 10.0])
-def test_a_plan_of_fewer_nodes_is_kept_where_no_rank_is_saved(weight: float | None) -> None:
+def test_a_plan_of_fewer_nodes_is_used_where_no_rank_is_saved(weight: float | None) -> None:
     """Every token is on two ranks either way: of two nodes as they are, of one as planned."""
     ids_TK = torch.tensor([[0, 1, 4, 5], [2, 3, 6, 7]]).repeat(1024, 1)
     trace = a_trace(ids_TK[None], num_experts=8)
@@ -94,13 +94,13 @@ def test_groups_of_a_node_limited_router_stay_on_one_node() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "arguments", "message"),
     [
-        (1023, {"num_ranks": 4}, "the trace holds 1023 tokens: a placement takes at least 1024"),
+        (1023, {"num_ranks": 4}, "the trace holds 1023 tokens: a placement needs at least 1024"),
         (1024, {"num_ranks": 3}, "16 experts do not divide over 3 ranks"),
         (1024, {"num_ranks": 0}, "16 experts do not divide over 0 ranks"),
         (1024, {"num_ranks": 4, "num_nodes": 3}, "4 ranks do not divide over 3 nodes"),
         (1024, {"num_ranks": 4, "max_load": 0.9}, "max_load = 0.9"),
         (1024, {"num_ranks": 4, "max_load": 1.1, "method": "occult"}, "max_load = 1.1 works with"),
-        (1024, {"num_ranks": 4, "cross_node_weight": 3.0}, "takes more than one node"),
+        (1024, {"num_ranks": 4, "cross_node_weight": 3.0}, "needs more than one node"),
         (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": -3.0}, "at least 0"),
         (1024, {"num_ranks": 4, "num_nodes": 2, "cross_node_weight": math.nan}, "at least 0"),
         (1024, {"num_ranks": 4, "restarts": -3}, "restarts = -3"),
@@ -144,7 +144,7 @@ def drifting() -> RoutingTrace:
     return replace(trace, ids_LTK=ids_LTK)
 
 
-def test_a_bound_is_kept_on_all_tokens_and_not_on_those_that_were_fitted_on(
+def test_a_bound_holds_for_all_tokens_and_not_for_those_that_were_fitted_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = drifting()
@@ -160,8 +160,10 @@ def test_without_a_bound_no_rank_gets_busier_than_a_tenth_above_the_mean_or_as_c
     trace = drifting()
     made = make_plan(trace, 4, restarts=4)
     contiguous = loads(trace, plan(trace, 4, method="contiguous"))
-    for ours, theirs in zip(loads(trace, made.placement), contiguous, strict=True):
-        assert ours <= max(1.1, theirs) + 1e-9
+    for planned_layer, contiguous_layer in zip(
+        loads(trace, made.placement), contiguous, strict=True
+    ):
+        assert planned_layer <= max(1.1, contiguous_layer) + 1e-9
     # Which is not what rows alone lead to; and what that would save is known.
     assert loads(trace, made.free) > loads(trace, made.placement)
     assert held_out_rows(trace, made.free) < held_out_rows(trace, made.placement)

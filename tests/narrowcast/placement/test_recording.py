@@ -64,7 +64,7 @@ def tokens(count: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, torch.uint8), (300, torch.int16)])
-def test_what_each_router_selected_is_kept_though_its_buffer_is_overwritten(
+def test_what_each_router_selected_is_recorded_though_its_buffer_is_overwritten(
     num_experts, dtype
 ) -> None:
     model, recorder = recorded_model(num_experts=num_experts)
@@ -101,10 +101,10 @@ def test_recomputation_in_the_backward_counts_no_token_again(recomputed) -> None
     recorded = recorder.take()
     assert recorded.position_T.tolist() == list(range(12))
     assert recorded.ids_LTK.shape == (2, 12, TOP_K)
-    plain, plain_recorder = recorded_model()
-    with plain_recorder.recording(step=1):
-        plain(tokens(6)), plain(tokens(6, seed=1))
-    assert torch.equal(recorded.ids_LTK, plain_recorder.take().ids_LTK)
+    unlimited, unlimited_recorder = recorded_model()
+    with unlimited_recorder.recording(step=1):
+        unlimited(tokens(6)), unlimited(tokens(6, seed=1))
+    assert torch.equal(recorded.ids_LTK, unlimited_recorder.take().ids_LTK)
 
 
 def test_of_a_layer_that_runs_twice_in_a_forward_the_first_time_counts() -> None:
@@ -168,8 +168,8 @@ def test_a_limit_keeps_evenly_spaced_tokens_at_their_own_positions() -> None:
     with recorder.recording(step=1):
         model(tokens(10)), model(tokens(3, seed=1)), model(tokens(8, seed=2))
     recorded = recorder.take()
-    kept = [0, 2, 5, 7]  # of 10
-    positions = [*kept, 10, 11, 12, 13, 15, 17, 19]
+    expected = [0, 2, 5, 7]  # of 10
+    positions = [*expected, 10, 11, 12, 13, 15, 17, 19]
     assert recorded.position_T.tolist() == positions
     for layer in range(2):
         ids_TK, scores_TK = (torch.cat(p) for p in zip(*model.selected[layer::2], strict=True))
@@ -178,7 +178,7 @@ def test_a_limit_keeps_evenly_spaced_tokens_at_their_own_positions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "at_most", "kept"),
+    ("num_tokens", "at_most", "expected"),
     [
         (5, None, [0, 1, 2, 3, 4]),
         (5, 5, [0, 1, 2, 3, 4]),
@@ -190,8 +190,8 @@ def test_a_limit_keeps_evenly_spaced_tokens_at_their_own_positions() -> None:
         (0, None, []),
     ],
 )
-def test_evenly_spaced_tokens(num_tokens, at_most, kept) -> None:
-    assert evenly_spaced(num_tokens, at_most).tolist() == kept
+def test_evenly_spaced_tokens(num_tokens, at_most, expected) -> None:
+    assert evenly_spaced(num_tokens, at_most).tolist() == expected
 
 
 def test_taking_empties_the_recorder() -> None:

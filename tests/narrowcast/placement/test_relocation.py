@@ -1,4 +1,4 @@
-"""Moving experts is indexing the whole tensors by slot, to the bit, and sends only what moves."""
+"""Moving experts is indexing the whole tensors by slot, bitwise, and sends only what moves."""
 
 import contextlib
 from collections.abc import Callable
@@ -120,7 +120,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """To the bit."""
+    """Whether two tensors are bitwise identical."""
     a, b = (t.reshape(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
@@ -128,7 +128,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 def not_at(
     experts_LE: Tensor, before: list[dict[str, Tensor]], after: list[dict[str, Tensor]]
 ) -> list[str]:
-    """Names of the tensors that are not those of `before` (in model order) in this placement."""
+    """Names of the tensors that are not those of ``before`` (in model order) in this placement."""
     return [
         f"layer {layer} {name}"
         for layer, experts_E in enumerate(experts_LE)
@@ -190,7 +190,7 @@ def _wrong_rows(layout: Layout) -> list[str]:
             if not same(whole(tensor), expected):
                 wrong.append(f"{name}: {source_E.tolist()}")
             if not returned == sent == leave:
-                wrong.append(f"{name}: {returned} said, {sent} sent, {leave} leave")
+                wrong.append(f"{name}: {returned} returned, {sent} sent, {leave} leave")
     return wrong
 
 
@@ -203,8 +203,8 @@ def _what_does_not_follow(layout: Layout) -> list[str]:
     placed, optimizer = trained(layout)
     before = everything(placed, optimizer)
     places = places_by_rank(placed.layers[0].parameters["numbers_EC"])
-    told: list[int] = []
-    placed.on_sent = told.append
+    reported: list[int] = []
+    placed.on_sent = reported.append
     maps = [(layer.slots_E, layer.experts_E) for layer in placed.layers]
     wrong = []
     first_E, second_E, third_E = permutations(layout.num_experts, 3, seed=1)
@@ -218,8 +218,10 @@ def _what_does_not_follow(layout: Layout) -> list[str]:
             source_E = now_E.argsort()[experts_E]
             size = sum(tensor[:1].nbytes // COLUMNS for tensor in tensors.values() if tensor.ndim)
             leave += values_that_leave(places, source_E, layout.mesh[0]) * size
-        if not returned == sent == told[-1] == leave:
-            wrong.append(f"{returned} said, {sent} sent, {told[-1]} told, {leave} leave")
+        if not returned == sent == reported[-1] == leave:
+            wrong.append(
+                f"{returned} returned, {sent} sent, {reported[-1]} reported, {leave} leave"
+            )
         for (slots_E, held_E), experts_E in zip(maps, experts_LE, strict=True):
             if not (same(held_E, experts_E) and same(slots_E, experts_E.argsort())):
                 wrong.append("the maps were not updated in place")
@@ -232,7 +234,7 @@ def test_all_that_belongs_to_an_expert_follows_it_and_nothing_else_is_sent(ranks
     assert ranks(4).run(_what_does_not_follow, LAYOUTS[layout]) == [[]] * 4
 
 
-def test_every_tensor_of_an_expert_is_looked_at() -> None:
+def test_every_tensor_of_an_expert_is_checked() -> None:
     placed, optimizer = in_one_process()
     moments = [
         f"{name} {of}"
@@ -262,7 +264,7 @@ def test_experts_of_one_process_move_without_a_process_group() -> None:
         assert not_at(experts_LE, before, everything(placed, optimizer)) == []
 
 
-def test_state_that_does_not_tell_experts_apart_is_refused_in_one_process_too() -> None:
+def test_state_that_is_not_divided_by_expert_is_refused_in_one_process_too() -> None:
     placed, optimizer = in_one_process()
     parameter = placed.layers[0].parameters["b_EC"]
     optimizer.state[parameter]["three"] = torch.zeros(3)
@@ -293,13 +295,13 @@ def _error_and_changes(layout: Layout) -> tuple[str, list[str]]:
     before = everything(placed, optimizer)
     state = optimizer.state[placed.layers[-1].parameters["b_EC"]]
     state["three"] = torch.zeros(3)
-    told: list[int] = []
-    placed.on_sent = told.append
+    reported: list[int] = []
+    placed.on_sent = reported.append
     model_LE = experts_now(placed)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         placed.move_to(permutations(layout.num_experts, 2))
     assert torch.equal(experts_now(placed), model_LE)
-    assert told == []
+    assert reported == []
     del state["three"]
     return str(caught.value), not_at(model_LE, before, everything(placed, optimizer))
 

@@ -115,20 +115,22 @@ def rewritten(
     """A good trace, saved again with some tensors and parts of the header replaced."""
     make(num_experts).save(path)
     with safe_open(path, framework="pt") as file:
-        kept = file.metadata()
-    save_file({**load_file(path), **(tensors or {})}, path, {**kept, **(header or {})})
+        header_before = file.metadata()
+    save_file({**load_file(path), **(tensors or {})}, path, {**header_before, **(header or {})})
     return path
 
 
 def test_another_safetensors_file_is_refused(tmp_path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "model")
-    with pytest.raises(ValueError, match="model is no routing trace"):
+    with pytest.raises(ValueError, match="model is not a routing trace"):
         load_trace(tmp_path / "model")
 
 
 def test_another_version_is_refused_with_both_named(tmp_path) -> None:
     path = rewritten(tmp_path / "trace", header={"version": "7"})
-    with pytest.raises(ValueError, match="of version 7, this is for version 1: record it again"):
+    with pytest.raises(
+        ValueError, match="of version 7, but this release reads version 1: record it again"
+    ):
         load_trace(path)
 
 
@@ -159,11 +161,11 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)
-def test_a_file_of_another_kind_is_told_from_a_damaged_one(tmp_path, kind) -> None:
+def test_a_file_of_another_kind_is_distinguished_from_a_damaged_one(tmp_path, kind) -> None:
     OTHER_FILES[kind](tmp_path / "trace")
-    with pytest.raises(ValueError, match="trace is no routing trace: ") as caught:
+    with pytest.raises(ValueError, match="trace is not a routing trace: ") as caught:
         load_trace(tmp_path / "trace")
-    assert f": it is {kind}, due is the safetensors file that [narrow" in str(caught.value)
+    assert f": it is {kind}, expected the safetensors file that [narrow" in str(caught.value)
 
 
 def test_a_file_cut_anywhere_is_refused(tmp_path) -> None:
@@ -211,7 +213,7 @@ def test_tensors_that_contradict_the_header_are_refused(tmp_path, what) -> None:
     path = rewritten(tmp_path / "trace", tensors=WRONG_TENSORS[what])
     with pytest.raises(ValueError, match=r"trace is damaged: .*Record the trace again") as caught:
         load_trace(path)
-    assert what == "no tokens" or "due " in str(caught.value)
+    assert what == "no tokens" or "expected " in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [-1, 300])
@@ -219,7 +221,7 @@ def test_one_id_out_of_range_is_refused(tmp_path, wrong) -> None:
     ids_LTK = torch.arange(3, dtype=torch.int16).repeat(2, 10, 1)
     ids_LTK[1, 4, 2] = wrong
     path = rewritten(tmp_path / "trace", {"expert_ids": ids_LTK}, num_experts=300)
-    message = rf"token 4 in layers\.2\.moe name expert {wrong}, due is an integer from 0 to 299"
+    message = rf"token 4 in layers\.2\.moe name expert {wrong}, expected an integer from 0 to 299"
     with pytest.raises(ValueError, match=rf"trace is damaged: expert_ids of {message}"):
         load_trace(path)
 
@@ -229,31 +231,31 @@ def test_an_expert_twice_in_a_token_is_refused(tmp_path, first: int, second: int
     ids_LTK = torch.arange(3, dtype=torch.uint8).repeat(2, 10, 1)
     ids_LTK[1, 9, [first, second]] = 7
     path = rewritten(tmp_path / "trace", {"expert_ids": ids_LTK})
-    message = r"token 9 in layers\.2\.moe name expert 7 twice, due are 3 different experts"
+    message = r"token 9 in layers\.2\.moe name expert 7 twice, expected 3 different experts"
     with pytest.raises(ValueError, match=f"trace is damaged: expert_ids of {message}"):
         load_trace(path)
 
 
-LAYERS = "due is a list of names, none of them twice"
-TO_8 = "due is an integer from 1 to 8"
+LAYERS = "expected a list of names, none of them twice"
+TO_8 = "expected an integer from 1 to 8"
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model": None}, "model is null, due is the model's name"),
-        ({"model": ["qwen3"]}, 'model is ["qwen3"], due is the model'),
+        ({"model": None}, "model is null, expected the model's name"),
+        ({"model": ["qwen3"]}, 'model is ["qwen3"], expected the model'),
         ({"layers": ["a", "a"]}, f'layers is ["a", "a"], {LAYERS}'),
         ({"layers": "ab"}, f'layers is "ab", {LAYERS}'),
         ({"layers": ["a", 1]}, f'layers is ["a", 1], {LAYERS}'),
         ({"layers": ["a", ["b"]]}, f'layers is ["a", ["b"]], {LAYERS}'),
         ({"layers": ["a", "b\n"]}, f'layers is ["a", "b\\n"], {LAYERS}'),
         ({"layers": []}, f"layers is [], {LAYERS}"),
-        ({"layers": ["a"]}, "due is torch.uint8 of shape (1, 10, 3)"),
-        ({"num_experts": 0}, "num_experts is 0, due is an integer from 1 to 32768"),
-        ({"num_experts": 10**9}, f"num_experts is {10**9}, due is an integer from 1 to 32768"),
-        ({"num_experts": 8.0}, "num_experts is 8.0, due is an integer"),
-        ({"num_experts": None}, "num_experts is null, due is an integer"),
+        ({"layers": ["a"]}, "expected torch.uint8 of shape (1, 10, 3)"),
+        ({"num_experts": 0}, "num_experts is 0, expected an integer from 1 to 32768"),
+        ({"num_experts": 10**9}, f"num_experts is {10**9}, expected an integer from 1 to 32768"),
+        ({"num_experts": 8.0}, "num_experts is 8.0, expected an integer"),
+        ({"num_experts": None}, "num_experts is null, expected an integer"),
         ({"top_k": 0}, f"top_k is 0, {TO_8}"),
         ({"top_k": 9}, f"top_k is 9, {TO_8}"),
         ({"top_k": "3"}, f'top_k is "3", {TO_8}'),
@@ -263,12 +265,18 @@ TO_8 = "due is an integer from 1 to 8"
         ({"num_ranks": True}, f"num_ranks is true, {TO_8}"),
         ({"num_ranks": 10**30}, f"num_ranks is {10**30}, {TO_8}"),
         ({"num_ranks": math.nan}, f"num_ranks is NaN, {TO_8}"),
-        ({"num_groups": 3}, "num_groups is 3, due is null or an integer that divides num_experts"),
-        ({"num_groups": 0}, "num_groups is 0, due is null or an integer that divides"),
-        ({"num_groups": "4"}, 'num_groups is "4", due is null or an integer that divides'),
-        ({"num_groups": 1.5}, "num_groups is 1.5, due is null or an integer that divides"),
-        ({"num_limited_groups": 5}, "num_limited_groups is 5, due is null or an integer from 1 to"),
-        ({"num_groups": None}, "num_limited_groups is 2, due is null or an integer from 1 to"),
+        (
+            {"num_groups": 3},
+            "num_groups is 3, expected null or an integer that divides num_experts",
+        ),
+        ({"num_groups": 0}, "num_groups is 0, expected null or an integer that divides"),
+        ({"num_groups": "4"}, 'num_groups is "4", expected null or an integer that divides'),
+        ({"num_groups": 1.5}, "num_groups is 1.5, expected null or an integer that divides"),
+        (
+            {"num_limited_groups": 5},
+            "num_limited_groups is 5, expected null or an integer from 1 to",
+        ),
+        ({"num_groups": None}, "num_limited_groups is 2, expected null or an integer from 1 to"),
     ],
 )
 def test_every_field_of_the_header_must_be_what_is_due(tmp_path, changed, message) -> None:
@@ -307,12 +315,12 @@ def test_what_others_write_beside_it_does_no_harm(tmp_path) -> None:
         ({"num_ranks": 0}, "num_ranks is 0"),
         ({"num_groups": 3}, "num_groups is 3"),
         ({"ids_LTK": make().ids_LTK * 0}, "name expert 0 twice"),
-        ({"ids_LTK": make().ids_LTK + 256}, "due is an integer from 0 to 7"),
+        ({"ids_LTK": make().ids_LTK + 256}, "expected an integer from 0 to 7"),
         ({"step_T": torch.zeros(10, dtype=torch.int64)}, "step of token 0 is 0"),
     ],
 )
 def test_what_could_not_be_read_again_is_not_written(tmp_path, changed, message) -> None:
-    with pytest.raises(ValueError, match=r"trace is not written: .*due ") as caught:
+    with pytest.raises(ValueError, match=r"trace is not written: .*expected ") as caught:
         replace(make(), **changed).save(tmp_path / "trace")
     assert message in str(caught.value)
     assert not list(tmp_path.iterdir())

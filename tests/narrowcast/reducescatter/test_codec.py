@@ -1,4 +1,4 @@
-"""The gradient codec, in one process: every bit comes back, in as few as the contribution holds."""
+"""The gradient codec, in one process: bitwise identical, in as few bits as a contribution has."""
 
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ each_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 
 def gaussian(size: int, seed: int = 0) -> Tensor:
-    """A gradient as backward makes it: bf16, of a scale that differs by stretch."""
+    """A gradient as backward makes it: bf16, of a scale that differs from chunk to chunk."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randn(-(-size // 256), generator=generator).mul_(1.5).exp2_()
     values = torch.randn(size, generator=generator) * scale.repeat_interleave(256)[:size]
@@ -216,7 +216,7 @@ def test_a_section_of_another_length_is_a_value_error(name):
 
 
 @pytest.mark.parametrize("name", DAMAGEABLE)
-def test_sections_of_a_piece_of_another_size_are_a_value_error(name):
+def test_sections_of_a_chunk_of_another_size_are_a_value_error(name):
     values = DAMAGEABLE[name]()
     encoded = codec.encode(values, "entropy", CODER)
     for other in (values.new_empty(len(values) + 1), values.new_empty(len(values) - 1)):

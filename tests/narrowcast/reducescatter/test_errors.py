@@ -1,4 +1,4 @@
-"""When a reduction goes wrong anywhere, every rank raises the same named error, and soon."""
+"""When a reduction fails anywhere, every rank raises the same error, which names it, and soon."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -36,7 +36,7 @@ SHORT = Setup(gradients=CODED, steps=1)
 def _tampered(
     change: Callable[[Tensor], Tensor], routes: tuple[tuple[int, int], ...] = ((SENDER, RECEIVER),)
 ) -> AbstractContextManager:
-    """Changes what crosses on some routes; what other owners get stays sound."""
+    """Changes what is sent on some routes; what other owners receive stays sound."""
 
     def exchange(payload_for: Callable[[int], Tensor], group: dist.ProcessGroup) -> Any:
         def tampered(receiver: int) -> Tensor:
@@ -61,11 +61,11 @@ def _flip_magic(model: nn.Module) -> AbstractContextManager:
     return _tampered(_flip(0))
 
 
-def _flip_number_of_runs(model: nn.Module) -> AbstractContextManager:
+def _flip_number_of_chunks(model: nn.Module) -> AbstractContextManager:
     return _tampered(_flip(8))
 
 
-def _flip_head(model: nn.Module) -> AbstractContextManager:
+def _flip_header(model: nn.Module) -> AbstractContextManager:
     return _tampered(_flip(header_size(1) // 2))
 
 
@@ -81,7 +81,7 @@ def _cut(model: nn.Module) -> AbstractContextManager:
     return _tampered(lambda payload: payload[:-1])
 
 
-def _cut_within_the_head(model: nn.Module) -> AbstractContextManager:
+def _cut_within_the_header(model: nn.Module) -> AbstractContextManager:
     return _tampered(lambda payload: payload[:10])
 
 
@@ -135,12 +135,12 @@ def _other_compression(model: nn.Module) -> AbstractContextManager:
 _ROUTE = f"the payload from rank {SENDER} to rank {RECEIVER}"
 FAULTS = {
     _flip_magic: ("PayloadError", _ROUTE),
-    _flip_number_of_runs: ("PayloadError", _ROUTE),
-    _flip_head: ("PayloadError", _ROUTE),
+    _flip_number_of_chunks: ("PayloadError", _ROUTE),
+    _flip_header: ("PayloadError", _ROUTE),
     _flip_body: ("PayloadError", _ROUTE),
     _flip_last_byte: ("PayloadError", _ROUTE),
     _cut: ("PayloadError", _ROUTE),
-    _cut_within_the_head: ("PayloadError", _ROUTE),
+    _cut_within_the_header: ("PayloadError", _ROUTE),
     _send_nothing: ("PayloadError", _ROUTE),
     _flip_on_many_routes: ("PayloadError", "to rank 2"),
     _fail_to_encode: ("SenderError", "no memory for the coder"),

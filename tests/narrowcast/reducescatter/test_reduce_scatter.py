@@ -1,6 +1,6 @@
-"""A coded reduce-scatter is the raw one to the bit: one sum, in the order of ranks, on every rank.
+"""A compressed reduce-scatter is bitwise identical to the uncompressed one.
 
-And it is plain FSDP2 to the bit at two ranks, where a sum has but one order.
+At two ranks, where a sum has only one order, it is bitwise identical to baseline FSDP2.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowcast.fsdp2 import ParamGroup
-from narrowcast.reducescatter import codec, comm
+from narrowcast.reducescatter import codec, row_codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.reducescatter.reduce_op import reduction
 from narrowcast.wire import exchange as exchange_module
@@ -97,7 +97,7 @@ def reference(contribution: Tensor, op_name: str) -> Tensor:
 
 
 def contributions(n: int, dtype: torch.dtype, rank: int | None = None) -> dict[str, Tensor]:
-    """What one rank gives to shares of ``n`` values, of every kind that the codec tells apart."""
+    """What one rank gives to shares of ``n`` values, of every kind that the codec distinguishes."""
     rank = dist.get_rank() if rank is None else rank
     size = n * dist.get_world_size()
     generator = torch.Generator().manual_seed(1000 * n + rank)
@@ -117,11 +117,11 @@ def contributions(n: int, dtype: torch.dtype, rank: int | None = None) -> dict[s
     return {name: values.to(dtype) for name, values in kinds.items()}
 
 
-def _wrong_sums(n: int, max_run_values: int) -> list[str]:
+def _wrong_sums(n: int, max_chunk_values: int) -> list[str]:
     """Cases whose result is not the reference's, compression by compression; at two ranks
     plain's."""
     wrong = []
-    with patch.object(comm, "MAX_CHUNK_VALUES", max_run_values):
+    with patch.object(row_codec, "MAX_CHUNK_VALUES", max_chunk_values):
         for dtype in DTYPES:
             kinds = contributions(n, dtype).items()
             for (kind, values), op_name in zip(kinds, itertools.cycle(OPS), strict=False):
@@ -140,21 +140,21 @@ def _wrong_sums(n: int, max_run_values: int) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("n", "max_run_values"), [(1, 1 << 17), (1001, 300)])
+@pytest.mark.parametrize(("n", "max_chunk_values"), [(1, 1 << 17), (1001, 300)])
 def test_the_sum_is_that_of_all_contributions_in_the_order_of_ranks(
-    ranks, world_size: int, n: int, max_run_values: int
+    ranks, world_size: int, n: int, max_chunk_values: int
 ) -> None:
-    assert ranks(world_size).run(_wrong_sums, n, max_run_values) == [[]] * world_size
+    assert ranks(world_size).run(_wrong_sums, n, max_chunk_values) == [[]] * world_size
 
 
 def _wrong_sums_of_long_shares() -> list[str]:
-    n = comm.MAX_CHUNK_VALUES + 1
+    n = row_codec.MAX_CHUNK_VALUES + 1
     values = contributions(n, torch.float32)["wide"]
     expected = plain_reduce_scatter(values, dist.ReduceOp.AVG)
     return [] if same_bits([reduce_scatter(values, dist.ReduceOp.AVG)], [expected]) else ["long"]
 
 
-def test_a_share_of_more_than_one_run_is_summed_as_plain(ranks) -> None:
+def test_a_share_of_more_than_one_chunk_is_summed_as_plain(ranks) -> None:
     assert ranks(2).run(_wrong_sums_of_long_shares) == [[]] * 2
 
 
@@ -262,7 +262,7 @@ def _text(sender: int, receiver: int) -> bytes:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_rank_gets_what_was_meant_for_it(ranks, world_size: int) -> None:
+def test_every_rank_receives_what_was_meant_for_it(ranks, world_size: int) -> None:
     for rank, arrived in enumerate(ranks(world_size).run(_swapped)):
         assert len(arrived) == world_size - 1
         others = set(range(world_size)) - {rank}
@@ -270,7 +270,7 @@ def test_every_rank_gets_what_was_meant_for_it(ranks, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", range(1, 18))
-def test_all_ranks_swap_in_pairs_so_that_none_waits_for_one_that_waits(world_size: int) -> None:
+def test_all_ranks_exchange_in_pairs_so_that_none_waits_for_one_that_waits(world_size: int) -> None:
     left = [list(pairwise_schedule(rank, world_size)) for rank in range(world_size)]
     for rank, order in enumerate(left):
         assert sorted(order) == [other for other in range(world_size) if other != rank]
@@ -288,15 +288,15 @@ def _most_payloads_alive() -> int:
     made: list[weakref.ref[Tensor]] = []
     most = 0
 
-    def start_swap(ours: Tensor, theirs: Tensor, *args: Any) -> list[dist.Work]:
+    def start_pairwise(outgoing: Tensor, incoming: Tensor, *args: Any) -> list[dist.Work]:
         nonlocal most
-        if ours.dtype == torch.uint8:  # not a size
-            made.extend((weakref.ref(ours), weakref.ref(theirs)))
+        if outgoing.dtype == torch.uint8:  # not a size
+            made.extend((weakref.ref(outgoing), weakref.ref(incoming)))
             most = max(most, sum(payload() is not None for payload in made))
-        return original(ours, theirs, *args)
+        return original(outgoing, incoming, *args)
 
     original = exchange_module._start_pairwise
-    with patch.object(exchange_module, "_start_pairwise", start_swap):
+    with patch.object(exchange_module, "_start_pairwise", start_pairwise):
         reduce_scatter(torch.ones(4 * 100), dist.ReduceOp.SUM)
     return most
 
@@ -328,7 +328,7 @@ def _differing(setup: Setup, *others: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "mode", wide_but([m for m in GRADIENT_MODES if m not in OF_GATHERS], "hsdp", *ALWAYS)
 )
-def test_coded_gradients_train_as_raw_ones_in_every_mode_of_fsdp(ranks, mode: str) -> None:
+def test_compressed_gradients_train_as_uncompressed_ones_in_every_mode(ranks, mode: str) -> None:
     setup = replace(Setup(gradients=RAW, steps=2), **GRADIENT_MODES[mode])
     assert ranks(4).run(_differing, setup, {"gradients": CODED}) == [[]] * 4
 

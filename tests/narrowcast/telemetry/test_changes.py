@@ -1,4 +1,4 @@
-"""Parameters that change behind narrowcast's back are noticed, whoever changed them."""
+"""Parameters that change unannounced are noticed, whatever changed them."""
 
 from collections.abc import Callable
 
@@ -129,6 +129,6 @@ def _later_bits_and_groups() -> tuple[int, int]:
     return volumes[-1].later.bits, len(param_groups(model))
 
 
-def test_an_unchanged_value_shard_sends_its_head_alone(ranks) -> None:
+def test_an_unchanged_delta_shard_sends_its_header_alone(ranks) -> None:
     for bits, num_groups in ranks(4).run(_later_bits_and_groups):
         assert bits == 8 * header_size(1) * num_groups

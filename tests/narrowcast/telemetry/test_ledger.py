@@ -13,20 +13,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
 )
 
-from narrowcast.attribution import CALLER, counted_as
+from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.telemetry.changes import SHARD_TYPES, Changes, count_changes, shard_type
-from narrowcast.telemetry.ledger import (
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes, ledger_of
+from narrowcast.telemetry.over_ranks import reduce_over_ranks
+from narrowcast.telemetry.step_volume import (
     COLLECTIVES,
     GatherVolume,
     GradientVolume,
-    Ledger,
     StepVolume,
     TokenVolume,
-    all_reduce_bytes,
-    count_volume,
-    ledger_of,
-    reduce_over_ranks,
 )
 from narrowcast.wire import floats
 from narrowcast.wire.floats import LAYOUTS
@@ -66,15 +64,15 @@ def _rank_1_of_4() -> Iterator[None]:
         ("model.layers.0.mlp.gate_proj.weight", "other"),
     ],
 )
-def test_a_shard_is_of_the_kind_its_name_speaks_of(name, kind):
+def test_a_shard_is_of_the_kind_that_its_name_refers_to(name, kind):
     assert shard_type(name) == kind
     assert kind in SHARD_TYPES
 
 
 @pytest.mark.parametrize("dtype", LAYOUTS, ids=str)
-@pytest.mark.parametrize("keeps_values", [True, False])
+@pytest.mark.parametrize("caches_values", [True, False])
 @pytest.mark.parametrize("block_size", [1, 7, 512, 5000])
-def test_changes_are_counted_as_one_value_at_a_time_would(dtype, keeps_values, block_size):
+def test_changes_are_counted_as_one_value_at_a_time_would(dtype, caches_values, block_size):
     layout = LAYOUTS[dtype]
     for size in (1, 8, 513, 1400):
         old = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
@@ -82,14 +80,14 @@ def test_changes_are_counted_as_one_value_at_a_time_would(dtype, keeps_values, b
         new = old.clone()
         new[::5] ^= 1  # a mantissa
         new[3::70] ^= 1 << layout.mantissa_bits  # an exponent
-        kept = old if keeps_values else floats.exponents(old, layout)
-        counted = count_changes(new, kept, layout, block_size)
+        cached = old if caches_values else floats.exponents(old, layout)
+        counted = count_changes(new, cached, layout, block_size)
         values = {i for i in range(size) if i % 5 == 0 or i % 70 == 3}
         exponents = {i for i in range(size) if i % 70 == 3}
         assert counted == Changes(
             values=size,
-            compared_values=size if keeps_values else 0,
-            changed_values=len(values) if keeps_values else 0,
+            compared_values=size if caches_values else 0,
+            changed_values=len(values) if caches_values else 0,
             changed_exponents=len(exponents),
             blocks=-(-size // block_size),
             changed_blocks=len({i // block_size for i in exponents}),
@@ -149,7 +147,7 @@ def test_scalars_are_the_shares_and_ratios_of_the_step():
         "changed_blocks/norm": 1.0,
     }
     assert {name: scalars[f"narrowcast/{name}"] for name in expected} == expected
-    assert "narrowcast/changed_values/norm" not in scalars  # only its exponents were kept
+    assert "narrowcast/changed_values/norm" not in scalars  # only its exponents were cached
     assert all(name.startswith("narrowcast/") for name in scalars)
 
 
@@ -216,7 +214,7 @@ def test_changes_of_a_kind_add_up_over_groups():
 
 def test_reductions_of_a_step_add_up_and_zeros_are_a_share_of_what_was_examined():
     ledger = Ledger()
-    ledger.record_reduction(100, 400)  # plain: nobody looks for zeros
+    ledger.record_reduction(100, 400)  # not sampled
     assert "narrowcast/zero_gradients" not in ledger.current.scalars()
     ledger.record_reduction(50, 70, examined=50, zeros=10)
     ledger.record_reduction(30, 30, examined=30, zeros=6)
@@ -356,7 +354,7 @@ def test_collectives_are_counted_from_start_to_stop_as_in_a_ring():
 
 
 @pytest.mark.usefixtures("_rank_1_of_4")
-def test_a_collective_that_this_rank_has_no_part_in_stays_without_effect():
+def test_a_collective_in_which_this_rank_takes_no_part_is_not_counted():
     others = dist.new_group([0, 2])
     ledger = Ledger()
     ledger.start()
@@ -369,12 +367,12 @@ def test_a_collective_that_this_rank_has_no_part_in_stays_without_effect():
 
 
 @pytest.mark.usefixtures("_rank_1_of_4")
-def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
+def test_collectives_counted_by_their_caller_are_not_other_in_this_thread_alone():
     ledger = Ledger()
     ledger.start()
     try:
-        with counted_as(CALLER):
-            with counted_as(CALLER):
+        with counted_by_caller():
+            with counted_by_caller():
                 dist.all_reduce(torch.zeros(4))
             dist.all_reduce(torch.zeros(4))
             assert not ledger.current.sent
@@ -382,7 +380,7 @@ def test_collectives_in_named_are_left_to_the_caller_in_this_thread_alone():
             thread.start()
             thread.join()
             assert ledger.current.sent == {"other": 24}
-        with pytest.raises(ZeroDivisionError), counted_as(CALLER):
+        with pytest.raises(ZeroDivisionError), counted_by_caller():
             raise ZeroDivisionError
         dist.all_reduce(torch.zeros(4))
         assert ledger.current.sent == {"other": 48}
@@ -410,3 +408,25 @@ def test_ledgers_that_overlap_count_each_for_itself_and_leave_torch_as_it_was(fi
     assert stops_first.current.sent == {"other": 24}
     assert stops_last.current.sent == {"other": 48}
     assert left == plain
+
+
+@pytest.mark.parametrize(
+    ("interval", "sampled"), [(1, [1, 2, 3, 4, 5, 6]), (3, [1, 3, 6]), (10, [1]), (0, [])]
+)
+def test_the_first_step_and_every_nth_are_sampled(interval, sampled):
+    ledger = Ledger()
+    ledger.sample_interval = interval
+    found = []
+    for step in range(1, 7):
+        if ledger.is_sampled:
+            found.append(step)
+        ledger.end_step()
+    assert found == sampled
+
+
+def test_steps_are_numbered_from_where_training_was_resumed():
+    ledger = Ledger()
+    ledger.step = 39
+    assert not ledger.is_sampled
+    ledger.end_step()
+    assert (ledger.step, ledger.steps, ledger.is_sampled) == (40, 1, True)

@@ -1,4 +1,4 @@
-"""Counting gets along with tools that replace the same functions of torch, in any order."""
+"""Counting works beside tools that replace the same functions of torch, in any order."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -86,7 +86,7 @@ def _sent(ledger: Ledger, place: Any) -> int:
 
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 @pytest.mark.parametrize(("place", "calls", "puts_back"), KINDS)
-def test_a_tool_and_we_come_and_go_in_any_order(
+def test_a_tool_and_counting_start_and_end_in_any_order(
     order: tuple[str, ...], place: str, calls: str, puts_back: str
 ) -> None:
     """Each call reaches torch once, is seen by the tool if it is there, and counted once if we are;
@@ -117,7 +117,7 @@ def test_a_tool_and_we_come_and_go_in_any_order(
     ("enters", "leaves"),
     [(0, 1), (0, 4), (1, 2), (1, 3), (1, 4), (2, 3), (2, 4), (3, 4)],
 )
-def test_several_ledgers_count_alike_whenever_a_tool_comes_and_goes(
+def test_several_ledgers_count_alike_whenever_a_tool_starts_and_ends(
     enters: int, leaves: int, first_to_stop: int
 ) -> None:
     ledgers = [Ledger(), Ledger()]
@@ -158,7 +158,7 @@ def test_counting_starts_again_above_a_tool_that_came_in_between() -> None:
     ledger.stop()
 
 
-def test_what_a_tool_took_off_is_counted_again_when_the_next_ledger_starts() -> None:
+def test_what_a_tool_removed_is_counted_again_when_the_next_ledger_starts() -> None:
     first, second = Ledger(), Ledger()
     first.start()
     dist.all_reduce = OWN
@@ -169,7 +169,7 @@ def test_what_a_tool_took_off_is_counted_again_when_the_next_ledger_starts() -> 
     second.stop()
 
 
-def test_our_function_imported_by_value_is_torchs_own_once_nobody_counts() -> None:
+def test_the_counting_function_imported_by_value_only_calls_torchs_once_nobody_counts() -> None:
     ledger = Ledger()
     ledger.start()
     by_value = dist.all_reduce

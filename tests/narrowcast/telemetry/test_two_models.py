@@ -1,4 +1,4 @@
-"""What one model of a process sends is in no other's ledger."""
+"""What one model of a process sends is in no other model's ledger."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +13,16 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import narrow_all_gather, narrow_reduce_scatter
 from narrowcast.fsdp2 import param_groups
-from narrowcast.telemetry.ledger import StepVolume, all_reduce_bytes, count_volume
+from narrowcast.telemetry.counted import count_volume
+from narrowcast.telemetry.ledger import all_reduce_bytes
+from narrowcast.telemetry.step_volume import StepVolume
 from tests.narrowcast.training import DIM, Setup, build, train
 
 TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
     "plain FSDP2": lambda model, optimizer: None,
     "counted": lambda model, optimizer: count_volume(param_groups(model), optimizer),
     "delta": lambda model, optimizer: narrow_all_gather(model, optimizer, compression="delta"),
-    "value, not counted": lambda model, optimizer: narrow_all_gather(
+    "delta, not counted": lambda model, optimizer: narrow_all_gather(
         model, optimizer, compression="delta", volume=False
     ),
     "some of it, not counted": lambda model, optimizer: narrow_all_gather(

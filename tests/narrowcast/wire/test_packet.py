@@ -1,4 +1,4 @@
-"""Payloads: every byte is guarded, and whatever is wrong ends in the error that names it."""
+"""Payloads: every byte is protected, and whatever is wrong is an error that names it."""
 
 import struct
 import zlib
@@ -39,8 +39,8 @@ OLD = [bits_of_weights(size, seed=0) for size in (5, 200, 151, 64)]
 NEW = [OLD[0], OLD[1] + 1, OLD[2] ^ 0x81, OLD[3]]
 
 
-def encode_runs() -> list[Encoded]:
-    """Four chunks: raw, a difference of values, blocks of exponents, and values unchanged."""
+def encode_chunks() -> list[Encoded]:
+    """Four chunks: uncompressed, a difference of values, blocks of exponents, unchanged values."""
     return [
         codec.encode(new, codec.sender_cache(old, scheme, BF16), scheme, BF16, CODER)
         for new, old, scheme in zip(NEW, OLD, SCHEMES, strict=True)
@@ -49,7 +49,7 @@ def encode_runs() -> list[Encoded]:
 
 def pack(chunks: list[Encoded] | None = None, settings: int = 7, sequence: int = 3) -> Tensor:
     return packet.pack(
-        encode_runs() if chunks is None else chunks,
+        encode_chunks() if chunks is None else chunks,
         coder=CODER,
         settings=settings,
         sequence=sequence,
@@ -59,7 +59,7 @@ def pack(chunks: list[Encoded] | None = None, settings: int = 7, sequence: int =
 
 
 def receive(payload: Tensor, num_chunks: int) -> list[Encoded]:
-    """What a receiver does with what it took for a payload."""
+    """What a receiver does with what should be a payload."""
     size_of_header = packet.header_size(num_chunks)
     header = packet.unpack_header(bytes(payload[:size_of_header].numpy()), num_chunks)
     body = payload[size_of_header : size_of_header + header.body_size]
@@ -84,8 +84,8 @@ def with_sound_checksum(header: bytes) -> bytes:
     return header[:-4] + struct.pack("<I", zlib.crc32(header[:-4]))
 
 
-def test_runs_cross_in_a_payload_section_by_section_and_decode():
-    sent = encode_runs()
+def test_chunks_are_sent_in_a_payload_section_by_section_and_decode():
+    sent = encode_chunks()
     assert [encoded.form for encoded in sent] == [
         Form.RAW,
         Form.DELTA,
@@ -98,21 +98,21 @@ def test_runs_cross_in_a_payload_section_by_section_and_decode():
     for i, (one, other) in enumerate(zip(arrived, sent, strict=True)):
         assert one.form == other.form
         assert all(torch.equal(*pair) for pair in zip(one.sections, other.sections, strict=True))
-        kept = codec.receiver_cache(OLD[i], SCHEMES[i], BF16)
-        bits = codec.decode(one, kept, NEW[i].numel(), SCHEMES[i], BF16, CODER)
+        cached = codec.receiver_cache(OLD[i], SCHEMES[i], BF16)
+        bits = codec.decode(one, cached, NEW[i].numel(), SCHEMES[i], BF16, CODER)
         assert torch.equal(bits, NEW[i])
 
 
-def test_a_head_says_what_was_packed():
+def test_a_header_states_what_was_packed():
     header = header_of(pack(), num_chunks=4)
-    chunks = tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encode_runs())
+    chunks = tuple((e.form, tuple(s.numel() for s in e.sections)) for e in encode_chunks())
     body_size = sum(size for _, sizes in chunks for size in sizes)
     coder = (CODER.wire_id, CODER.wire_version)
     body_checksum = packet.checksum(pack()[packet.header_size(4) :])
     assert header == packet.Header(Status.OK, coder, 7, 3, body_size, body_checksum, 11, chunks)
 
 
-def test_a_head_holds_any_64_bit_digest_and_count():
+def test_a_header_holds_any_64_bit_digest_and_count():
     payload = packet.pack(
         [], coder=CODER, settings=2**64 - 1, sequence=2**63, shard_checksum=2**64 - 1, device=CPU
     )
@@ -124,7 +124,7 @@ def test_a_head_holds_any_64_bit_digest_and_count():
     )
 
 
-def test_an_unchanged_value_shard_is_a_head_and_nothing_more():
+def test_an_unchanged_delta_shard_is_a_header_and_nothing_more():
     encoded = codec.encode(OLD[1], OLD[1], Scheme("delta"), BF16, CODER)
     payload = pack([encoded])
     assert payload.numel() == packet.header_size(1)
@@ -149,7 +149,7 @@ def test_any_damaged_byte_of_a_shard_of_zeros_is_a_payload_error(size):
 
 def test_a_payload_cut_anywhere_is_a_payload_error():
     zeros = packet.encode_raw(torch.zeros(9, dtype=torch.int16))
-    for chunks in (encode_runs(), [zeros]):
+    for chunks in (encode_chunks(), [zeros]):
         payload = pack(chunks)
         for length in range(payload.numel()):
             with pytest.raises(PayloadError):
@@ -164,7 +164,7 @@ def test_a_body_with_zeros_added_or_taken_is_a_payload_error():
             packet.unpack_body(header, other)
 
 
-def test_noise_and_empty_slots_are_payload_errors():
+def test_noise_and_empty_buffers_are_payload_errors():
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (500,), generator=generator).to(torch.uint8)
     for payload in (noise, torch.zeros_like(noise), torch.cat([pack()[:5], noise])):
@@ -173,7 +173,7 @@ def test_noise_and_empty_slots_are_payload_errors():
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 3, 5, 40])
-def test_a_head_of_another_number_of_runs_is_a_payload_error(num_chunks):
+def test_a_header_of_another_number_of_chunks_is_a_payload_error(num_chunks):
     with pytest.raises(PayloadError):
         receive(pack(), num_chunks)
     with pytest.raises(PayloadError):
@@ -229,8 +229,8 @@ def receive_alone(payload: Tensor) -> list[Encoded]:
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 4, 40])
-def test_a_payload_says_itself_how_many_runs_it_has(num_chunks):
-    sent = (encode_runs() * 10)[:num_chunks]
+def test_a_payload_states_how_many_chunks_it_has(num_chunks):
+    sent = (encode_chunks() * 10)[:num_chunks]
     header, body = packet.unpack(pack(sent))
     assert header == header_of(pack(sent), num_chunks)
     assert body.numel() == header.body_size == sum(encoded.size for encoded in sent)
@@ -259,7 +259,7 @@ def test_a_payload_for_one_rank_that_is_cut_or_continued_is_a_payload_error():
             receive_alone(torch.cat([payload, payload[:1]]))
 
 
-def test_blame_falls_on_what_an_error_is_about():
+def test_an_error_context_begins_the_message_with_its_subject():
     with (
         pytest.raises(PayloadError, match=r"^the payload does not decode: too short$"),
         errors.error_context("the payload"),
@@ -299,7 +299,7 @@ def test_ranks_that_agree_pass():
         ({"settings": 8, "sequence": 0}, SettingsError, "different settings"),
     ],
 )
-def test_ranks_that_disagree_all_come_to_the_same_named_error(change, error, said):
+def test_ranks_that_disagree_all_raise_the_same_error(change, error, said):
     header = header_of(pack(), num_chunks=4)
     other = replace(header, **change)
     with pytest.raises(error, match=said) as raised:

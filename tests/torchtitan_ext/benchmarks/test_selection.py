@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from narrowcast import all_gather
+from narrowcast.autotune.problem import Choice, Group, Option, Shard
 from narrowcast.autotune.sampling import Sampler
-from narrowcast.autotune.solver import Choice, Group, Option, Shard
 from tests.torchtitan_ext.tiny import write_toml
 from torchtitan_ext import compat
 from torchtitan_ext.benchmarks import selection

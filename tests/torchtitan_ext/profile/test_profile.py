@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from narrowcast import cli
 from narrowcast.autotune.gradients import Reduction
-from narrowcast.autotune.solver import Choice, Group, Option, Shard
+from narrowcast.autotune.problem import Choice, Group, Option, Shard
 from narrowcast.config import AllGatherConfig, NarrowcastConfig, ReduceScatterConfig
 from tests.torchtitan_ext.tiny import _parse_docstrings_once, train_plain, write_toml
 from torchtitan_ext import checking
