@@ -33,6 +33,7 @@ class Ranks:
     """A process group of ``world_size`` gloo ranks."""
 
     def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks")

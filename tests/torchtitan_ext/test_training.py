@@ -1,6 +1,5 @@
 """torchtitan trains from TOML, and with narrowcast it trains the same, to the bit."""
 
-import functools
 import os
 import re
 import shutil
@@ -18,14 +17,14 @@ from narrowcast.telemetry.step_volume import COLLECTIVES, StepVolume
 from tests.narrowcast.autotune.test_controller import SLOW, ever_other_choices, on_a_link
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
-from tests.torchtitan_ext.tiny import Trained, is_untouched, train, write_toml
+from tests.torchtitan_ext.tiny import Trained, is_untouched, once, train, write_toml
 from tests.wide import wide_but
 from torchtitan_ext.charts import layout
 from torchtitan_ext.metrics import console_line
 
 ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta")
 _GRADIENTS = ("--narrowcast.reduce_scatter.enable", "--narrowcast.reduce_scatter.compression")
-GRADIENTS, RAW_GRADIENTS = (*_GRADIENTS, "entropy"), (*_GRADIENTS, "none")
+*GRADIENTS, RAW_GRADIENTS = (*_GRADIENTS, "entropy"), (*_GRADIENTS, "none")
 UNCOUNTED = "--narrowcast.volume.no-enable"
 LAYOUTS = {
     "fsdp": (),
@@ -52,12 +51,6 @@ def _run(ranks: Ranks, folder: Path, name: str, *flags: str) -> list[Trained]:
     return ranks.run(train, str(toml), *flags)
 
 
-@functools.cache
-def _once(ranks: Ranks, folder: Path, *flags: str) -> list[Trained]:
-    """A run that several tests compare with."""
-    return _run(ranks, folder, f"once {_once.cache_info().misses}", *flags)
-
-
 def _assert_same(plain: list[Trained], narrowed: list[Trained]) -> None:
     assert all(ours.narrowed for ours in narrowed)
     assert not any(theirs.narrowed for theirs in plain)
@@ -74,7 +67,7 @@ def _assert_equal(one: list[Trained], other: list[Trained]) -> None:
 @pytest.mark.parametrize("name", wide_but(LAYOUTS, "ep 2", "tp 2, ep 2", "hsdp, ep 2"))
 def test_every_layout_trains_as_plain_torchtitan(ranks, folder: Path, name: str) -> None:
     flags = LAYOUTS[name]
-    plain = _once(ranks(4), folder, *flags)
+    plain = once(ranks(4), folder, *flags)
     narrowed = _run(ranks(4), folder, f"{name} narrowed", *ON, *flags)
     _assert_same(plain, narrowed)
     assert len(set(plain[0].losses)) == 4
@@ -108,7 +101,7 @@ def test_coded_gradients_train_as_the_raw_ones(ranks, folder: Path, name: str) -
     """Sums of four, which need not be the backend's."""
     flags = LAYOUTS[name]
     raw = _run(ranks(4), folder, f"{name} raw", *RAW_GRADIENTS, *flags)
-    coded = _once(ranks(4), folder, *ON, *GRADIENTS, *flags)
+    coded = once(ranks(4), folder, *ON, *GRADIENTS, *flags)
     assert all(one.narrowed_gradients and not one.narrowed for one in raw)
     _assert_coded(coded, than=raw)
     _assert_equal(raw, coded)
@@ -125,7 +118,7 @@ def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
     ranks, folder: Path, name: str
 ) -> None:
     flags = LAYOUTS[name]
-    plain = _once(ranks(2), folder, *flags)
+    plain = once(ranks(2), folder, *flags)
     coded = _run(ranks(2), folder, f"{name} 2 coded", *ON, *GRADIENTS, *flags)
     _assert_coded(coded, than=plain)
     _assert_equal(plain, coded)
@@ -133,7 +126,7 @@ def test_coded_gradients_of_two_ranks_train_as_plain_torchtitan(
 
 
 def test_uncounted_coded_gradients_train_the_same(ranks, folder: Path) -> None:
-    plain = _once(ranks(2), folder)
+    plain = once(ranks(2), folder)
     coded = _run(ranks(2), folder, "uncounted coded", *ON, *GRADIENTS, UNCOUNTED)
     assert not any(tag.startswith("narrowcast/") for tag in coded[0].metrics[-1])
     assert all(one.narrowed and one.narrowed_gradients for one in coded)
@@ -163,7 +156,7 @@ def test_a_run_resumes_with_and_without_narrowcast(ranks, folder: Path, world_si
         _assert_same(plain, resumed[saver, "narrowed"])
     assert [one.losses for one in plain] == [one.losses for one in resumed["narrowed", "plain"]]
     if world_size == 4:
-        assert _once(ranks(4), folder)[0].losses[2:] == plain[0].losses
+        assert once(ranks(4), folder)[0].losses[2:] == plain[0].losses
 
 
 AUTO = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.warmup_steps", "3")
@@ -217,7 +210,7 @@ def test_a_run_too_short_for_a_choice_is_warned_of(ranks, folder: Path) -> None:
 
 def test_coded_gradients_come_and_go_where_a_run_resumes(ranks, folder: Path) -> None:
     """Two ranks: plain, coded and plain again are plain all along."""
-    whole = _once(ranks(2), folder)
+    whole = once(ranks(2), folder)
     plain = _run(ranks(2), folder, "2 resumed", *SAVE, *FIRST_HALF)
     coded = _run(ranks(2), folder, "2 resumed", *SAVE, "--training.steps", "3", *ON, *GRADIENTS)
     again = _run(ranks(2), folder, "2 resumed", *SAVE)
@@ -231,7 +224,7 @@ def test_coded_gradients_come_and_go_where_a_run_resumes(ranks, folder: Path) ->
 
 
 def test_a_run_of_coded_gradients_resumes_with_raw_ones(ranks, folder: Path) -> None:
-    whole = _once(ranks(4), folder, *ON, *GRADIENTS)
+    whole = once(ranks(4), folder, *ON, *GRADIENTS)
     coded = _run(ranks(4), folder, "4 coded to raw", *SAVE, *FIRST_HALF, *ON, *GRADIENTS)
     raw = _run(ranks(4), folder, "4 coded to raw", *SAVE, *RAW_GRADIENTS)
     assert coded[0].losses + raw[0].losses == whole[0].losses
@@ -267,7 +260,7 @@ def test_the_dashboard_reads_back_from_the_event_file(ranks, folder: Path) -> No
 
 
 def test_plain_training_is_counted_too(ranks, folder: Path) -> None:
-    last = _once(ranks(4), folder, *LAYOUTS["ep 2"])[0].metrics[-1]
+    last = once(ranks(4), folder, *LAYOUTS["ep 2"])[0].metrics[-1]
     for collective in COLLECTIVES:
         assert last[f"narrowcast/bytes/{collective}"] > 0
         assert (
@@ -308,22 +301,20 @@ ENTRIES = {
 }
 
 
-def test_torchrun_launches_it(folder: Path) -> None:
-    """By either entry, both at once: most of the time goes into imports."""
-    launched = {}
-    for entry, flags in ENTRIES.items():
-        toml = write_toml(folder, folder / "corpus", folder / entry.replace(".", "_"))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", "2", "-m", entry, *flags]
-        command += ["--job.config_file", str(toml), "--training.steps", "2", *ON, GRADIENTS]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        launched[entry] = subprocess.Popen(command, env=environment, **pipes)
-    for entry, process in launched.items():
-        output, errors = process.communicate()
-        assert process.returncode == 0, f"{entry}: {errors[-3000:]}"
-        assert "step:  2  loss:" in output
-        assert re.search(r"bits a parameter: first gather \S+, later \S+, gradients \d", output)
+# Ranks of other tests parse what the other entry does (``tiny.train``); most of it is imports.
+@pytest.mark.parametrize("entry", wide_but(ENTRIES, "torchtitan_ext.train"))
+def test_torchrun_launches_it(folder: Path, entry: str) -> None:
+    toml = write_toml(folder, folder / "corpus", folder / entry.replace(".", "_"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", entry, *ENTRIES[entry]]
+    command += ["--job.config_file", str(toml), "--training.steps", "2", *ON, *GRADIENTS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    launched = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert launched.returncode == 0, launched.stderr[-3000:]
+    assert "step:  2  loss:" in launched.stdout
+    assert re.search(
+        r"bits a parameter: first gather \S+, later \S+, gradients \d", launched.stdout
+    )
 
 
 @pytest.mark.parametrize("section", ["all_gather", "reduce_scatter"])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from narrowcast.fsdp2 import is_default, param_groups
+from tests.ranks import Ranks
 
 TOML = """
 hf_assets_path = "{corpus}"
@@ -234,6 +235,18 @@ def train(toml: str, *flags: str, before: Callable[[Any], None] | None = None) -
         if before is not None:
             before(trainer)
         return _report(trainer)
+
+
+_runs: dict[tuple, list[Trained]] = {}
+
+
+def once(ranks: Ranks, folder: Path, *flags: str, config: str = "tiny") -> list[Trained]:
+    """A run that several tests compare with, in whatever module: it is made once."""
+    key = (ranks.world_size, config, flags)
+    if key not in _runs:
+        toml = write_toml(folder, folder / "corpus", folder / f"once_{len(_runs)}", config)
+        _runs[key] = ranks.run(train, str(toml), *flags)
+    return _runs[key]
 
 
 def train_plain(toml: str, *flags: str) -> Trained:

@@ -133,8 +133,17 @@ def _assert_same_error(outcomes: list, name: str, part: str) -> None:
     assert part in outcomes[0].message
 
 
-@pytest.mark.parametrize("compression", ["delta", "exponent", "blocks-hash"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__.strip("_"))
+_FAULTY = [(fault, "delta") for fault in FAULTS]
+_FAULTY += [(_drop_cache, "blocks-hash"), (_other_stream, "blocks-hash"), (_flip_body, "exponent")]
+_OTHERS = [
+    pytest.param(fault, compression, marks=pytest.mark.wide)
+    for compression in ("exponent", "blocks-hash")
+    for fault in FAULTS
+    if (fault, compression) not in _FAULTY
+]
+
+
+@pytest.mark.parametrize(("fault", "compression"), [*_FAULTY, *_OTHERS])
 def test_every_rank_raises_the_same_error(ranks, fault: Callable, compression: str) -> None:
     name, part = FAULTS[fault]
     outcomes = ranks(4).outcomes(
