@@ -24,7 +24,7 @@ from torchtitan_ext.metrics import console_line
 
 ON = ("--narrowcast.all_gather.enable", "--narrowcast.all_gather.compression", "delta")
 _GRADIENTS = ("--narrowcast.reduce_scatter.enable", "--narrowcast.reduce_scatter.compression")
-*GRADIENTS, RAW_GRADIENTS = (*_GRADIENTS, "entropy"), (*_GRADIENTS, "none")
+GRADIENTS, RAW_GRADIENTS = (*_GRADIENTS, "entropy"), (*_GRADIENTS, "none")
 UNCOUNTED = "--narrowcast.volume.no-enable"
 LAYOUTS = {
     "fsdp": (),
