@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from narrowcast.errors import SettingsError
+from narrowcast.fsdp2 import ParamGroup
 
 T = TypeVar("T")
 
@@ -114,6 +115,20 @@ class Consensus:
         dist.all_reduce(sums, group=self.group)
         total, ranks = sums[self.leader].tolist()
         return total / max(ranks, 1)
+
+    def slowest_links(
+        self, links: Mapping[str, T], groups: Mapping[str, ParamGroup], key: Callable[[T], float]
+    ) -> dict[str, T]:
+        """The links of each parameter group of this rank; where several process groups share the
+        same parameters, the slowest by ``key``.
+
+        Args:
+            links: by name of the process group.
+            groups: by label.
+        """
+        local = {label: links[group.process_group.group_name] for label, group in groups.items()}
+        slowest = self.largest_by_label(local, key)
+        return {label: slowest[label] for label in local}
 
     def largest_by_label(self, values: Mapping[str, T], key: Callable[[T], float]) -> dict[str, T]:
         """For each label, the largest value by ``key`` over the ranks that give one for it."""

@@ -19,7 +19,6 @@ from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
-from narrowcast.autotune.links import Links
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.autotune.report import ReportWriter
 from narrowcast.autotune.sample_stats import ALL, SampleHistory, sum_over_ranks
@@ -114,7 +113,9 @@ class Controller:
         )
         self._trials = Trials(job, comms[0].group.device)
         self._previous: tuple[list[Group], Choice] | None = None
-        self._links = self._slowest_links()
+        self._links = self._consensus.slowest_links(
+            self.calibration.links, groups, lambda links: links.all_gather.seconds(1 << 20)
+        )
         self._corrections = Corrections()
         self._history = SampleHistory()
         self.step = 0
@@ -183,17 +184,6 @@ class Controller:
         }
         return {f"narrowcast/selection/{name}": value for name, value in scalars.items()}
 
-    def _slowest_links(self) -> dict[str, Links]:
-        """By label: where several process groups gather the same parameters, the slowest links."""
-        local = {
-            label: self.calibration.links[group.process_group.group_name]
-            for label, group in self._gathers.groups.items()
-        }
-        slowest = self._consensus.largest_by_label(
-            local, key=lambda links: links.all_gather.seconds(1 << 20)
-        )
-        return {label: slowest[label] for label in local}
-
     def _record_changes(self, changes: dict[str, Changes]) -> None:
         """Adds sampled changes to the ledger, for groups whose gathers compare nothing."""
         if self._ledger is None:
@@ -223,11 +213,12 @@ class Controller:
         solved = self._consensus.from_leader(lambda: self._solve(coding_seconds))
         self._gathers.clear_times()
         self._schedule.restart_window()
+        self._previous = None if self.choice is None else (self.problem, self.choice)
         proposal, num_changed = None, 0
         if isinstance(solved, str):
             logger.warning("narrowcast: compressions stay as they are: %s", solved)
         else:
-            proposal = self._proposal(*solved)
+            proposal = self._gathers.proposal(*solved)
             num_changed = self._take(*solved, proposal)
         if self._rules.applies and self._consensus.largest(num_changed):
             self._trials.start(proposal)
@@ -238,7 +229,7 @@ class Controller:
         Returns:
             Of how many parameters the compression has changed.
         """
-        before = self._current_compressions()
+        before = self._gathers.compressions(self.choice.compressions if self.choice else {})
         changed = {
             name: (before[name], after)
             for name, after in proposal.compressions.items()
@@ -249,7 +240,6 @@ class Controller:
                 self._report.log_kept("gathers", self.step)
             return 0
         is_first = self.choice is None
-        self._previous = None if is_first else (self.problem, self.choice)
         self.problem, self.choice = problem, choice
         if not is_first:
             self.num_changed += len(changed)
@@ -259,27 +249,16 @@ class Controller:
             self._report_choice(is_first, changed)
         return len(changed)
 
-    def _current_compressions(self) -> dict[str, str]:
-        """By parameter, as the current choice has it."""
-        return self._gathers.compressions({} if self.choice is None else self.choice.compressions)
-
-    def _proposal(self, problem: list[Group], choice: Choice) -> Proposal:
-        return Proposal(
-            compressions=self._gathers.compressions(choice.compressions),
-            sizes={shard.name: shard.values for group in problem for shard in group.shards},
-            costs=(choice.plain_seconds, choice.seconds),
-        )
-
     def _judge(self) -> None:
         """Ends the trial of the current choice, and undoes it where it made steps slower."""
         comparison = self._trials.verdict()
         if comparison.is_slower:
-            assert self.choice is not None
             if self._previous is not None:
                 self.problem, self.choice = self._previous
-            else:
+            elif self.choice is not None:
                 self.choice = self.choice.all_plain("undone: it made steps slower")
-            self._gathers.apply(self.choice.compressions, self.sampler.scheme)
+            chosen = self.choice.compressions if self.choice is not None else {}
+            self._gathers.apply(chosen, self.sampler.scheme)
         if self._consensus.is_leader:
             self._report.trial("gathers", self.step, comparison)
 

@@ -9,7 +9,8 @@ from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune import cost_model
 from narrowcast.autotune.calibration import Calibration
 from narrowcast.autotune.links import Links
-from narrowcast.autotune.problem import Compressions
+from narrowcast.autotune.problem import Choice, Compressions, Group
+from narrowcast.autotune.trial import Proposal
 from narrowcast.fsdp2 import ParamGroup
 
 PLAIN = "plain"  # in the place of a compression: the group is gathered by baseline FSDP2
@@ -61,6 +62,14 @@ class Gathers:
             for label, names in self.params.items()
             for name in names
         }
+
+    def proposal(self, problem: Sequence[Group], choice: Choice) -> Proposal:
+        """A choice as it is put on trial."""
+        return Proposal(
+            compressions=self.compressions(choice.compressions),
+            sizes={shard.name: shard.values for group in problem for shard in group.shards},
+            costs=(choice.plain_seconds, choice.seconds),
+        )
 
     def apply(self, chosen: Compressions, scheme: Scheme) -> None:
         """Changes the compressions, between two steps. Every rank must call this.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowcast.autotune import calibration
-from narrowcast.autotune.calibration import Links
 from narrowcast.autotune.consensus import Consensus
 from narrowcast.autotune.gathers import PLAIN, group_labels
 from narrowcast.autotune.gradients import GradientSampler, Reduction, cost_table, is_worthwhile
@@ -67,7 +66,11 @@ class GradientController:
             {label: group.names for label, group in groups.items()},
             (warmup_steps, reselect_interval),
         )
-        self._links = self._slowest_links()
+        self._links = self._consensus.slowest_links(
+            calibration.calibrate(list(groups.values()), {}).links,
+            groups,
+            lambda links: links.reduce_scatter.seconds(1 << 20),
+        )
         self._trials = Trials(job, comms[0].group.device)
         self._previous = self._compressions()
         self._report = ReportWriter(report, self._consensus.leader)
@@ -115,16 +118,6 @@ class GradientController:
         }
         return {f"narrowcast/selection/gradients/{name}": v for name, v in scalars.items()}
 
-    def _slowest_links(self) -> dict[str, Links]:
-        """By label: where several process groups reduce the same parameters, the slowest links."""
-        groups = {label: comm.group for label, comm in self._comms.items()}
-        links = calibration.calibrate(list(groups.values()), {}).links
-        local = {label: links[group.process_group.group_name] for label, group in groups.items()}
-        slowest = self._consensus.largest_by_label(
-            local, key=lambda links: links.reduce_scatter.seconds(1 << 20)
-        )
-        return {label: slowest[label] for label in local}
-
     def _room(self, step_seconds: float | None) -> float:
         """Chunks that may be sampled of a step, by the time that this rank took for the others."""
         if step_seconds is None or not self._sampler.num_sampled:
@@ -160,12 +153,12 @@ class GradientController:
             for label, after in chosen.items()
             if current[label] != after
         }
+        self._previous = current
         if changed and self._trials.was_undone(proposal):
             changed = {}
             if self._consensus.is_leader:
                 self._report.log_kept("gradients", self.step)
         else:
-            self._previous = current
             self._apply(chosen)
         if self._consensus.is_leader:
             self._report_choice(changed)

@@ -143,7 +143,10 @@ class StepWatch:
         """Adds the time of a step, as this owner measured it."""
         self._times.setdefault(owner, deque(maxlen=WINDOW)).append(seconds)
         if self._trial is not None:
+            was_cold = self._trial.cold_steps > 0
             self._trial.record(owner, seconds)
+            if was_cold and not self._trial.cold_steps and self._trial.before:
+                self._times.clear()  # the next choice is not to be compared with cold steps
             if self._trial.is_over:
                 self._trial = None
 

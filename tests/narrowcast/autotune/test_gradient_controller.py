@@ -135,21 +135,21 @@ def _both_auto(gradients_first: bool, losses: dict[str, float]) -> dict[str, Any
     return {name: [step for step, found in enumerate(steps, 1) if name in found] for name in losses}
 
 
+@pytest.mark.parametrize("gradients_first", [False, True])
 @pytest.mark.parametrize("slow", ["gathers", "gradients"])
-def test_gathers_and_gradients_are_not_on_trial_at_the_same_time(ranks, slow: str) -> None:
+def test_gathers_and_gradients_are_not_on_trial_at_the_same_time(
+    ranks, slow: str, gradients_first: bool
+) -> None:
     """So what one of them costs does not undo the other."""
     losses = {"gathers": 0.0, "gradients": 0.0, slow: 0.15}
-    other = "gradients" if slow == "gathers" else "gathers"
-    for gradients_first in (False, True):
-        results = ranks(2).run(_both_auto, gradients_first, losses)
-        assert results[0] == results[1]
-        first = "gradients" if gradients_first else "gathers"
-        one = results[0]
-        second = other if slow == first else slow
-        assert one[first][0] == WARMUP
-        assert one[second][0] >= WARMUP + COLD_STEPS + WARMUP - 1
-        assert one[other][-1] == JUDGED + 60  # kept
-        assert len(one[slow]) == one[slow][-1] - one[slow][0] + 1 <= 30  # undone
+    first, second = list(losses)[:: -1 if gradients_first else 1]
+    kept = "gradients" if slow == "gathers" else "gathers"
+    one, other = ranks(2).run(_both_auto, gradients_first, losses)
+    assert one == other
+    assert one[first][0] == WARMUP
+    assert one[second][0] >= WARMUP + COLD_STEPS + WARMUP - 1
+    assert one[kept][-1] == JUDGED + 60
+    assert len(one[slow]) == one[slow][-1] - one[slow][0] + 1 <= 30  # undone
 
 
 def _refused() -> str:

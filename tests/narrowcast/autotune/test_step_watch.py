@@ -225,6 +225,23 @@ def test_a_trial_ends_when_its_owner_is_no_longer_there() -> None:
     assert watch.start_trial("b")
 
 
+def test_cold_steps_are_not_what_the_next_choice_is_compared_with() -> None:
+    watch = _watch_after(40)
+    watch.start_trial("a")
+    for _ in range(COLD_STEPS):
+        watch.record("b", 5.0)
+        watch.record("a", 5.0)
+    for _ in range(WINDOW):
+        watch.record("b", 1.0)
+        watch.record("a", 1.0)
+    watch.end_trial(is_undone=False)
+    assert watch.start_trial("b")
+    for _ in range(COLD_STEPS + WINDOW):
+        watch.record("b", 1.0)
+    before, _ = watch.due("b")
+    assert set(before) == {1.0}
+
+
 def test_after_an_undone_choice_the_next_one_has_steps_to_be_compared_with() -> None:
     watch = _watch_after(40)
     watch.start_trial("a")
