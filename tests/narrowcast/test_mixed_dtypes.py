@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from narrowcast import narrow_all_gather
 from narrowcast.fsdp2 import param_groups
 from narrowcast.telemetry.counted import count_volume
 from tests.narrowcast.training import DIM, Experts, Setup, narrowed, same_bits, state_of
@@ -168,18 +169,22 @@ class WithTable(nn.Linear):
         self.table = nn.Parameter(torch.zeros(6, dtype=torch.int32), requires_grad=False)
 
 
-def _bits_of_a_mixed_group() -> float:
+def _parameters_of_a_mixed_group(compression: str | None) -> int:
+    """That one gather is counted for on a rank; ``None``: it is FSDP2's own."""
     model = WithTable()
     mesh = init_device_mesh("cpu", (2,))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    counted = count_volume(param_groups(model))
+    if compression is None:
+        handle = count_volume(param_groups(model))
+    else:
+        handle = narrow_all_gather(model, compression=compression)
     model(torch.ones(1, 6)).sum().backward()
-    counted.ledger.end_step()
-    counted.remove()
-    return counted.ledger.last.first.bits_per_parameter
+    handle.ledger.end_step()
+    handle.remove()
+    return handle.ledger.last.first.parameters
 
 
-def test_bits_a_parameter_are_counted_by_parameter_where_dtypes_are_mixed(ranks) -> None:
-    """Each rank sends 12 bf16 values and 3 integers, which FSDP2 gathers as 36 bytes."""
-    bits = (12 * 16 + 3 * 32) / 15
-    assert ranks(2).run(_bits_of_a_mixed_group) == [bits, bits]
+@pytest.mark.parametrize("compression", [None, "delta"])
+def test_gathers_are_counted_by_parameter_where_dtypes_are_mixed(ranks, compression) -> None:
+    """Each rank has 12 bf16 values and 3 integers, which FSDP2 gathers as 36 bytes."""
+    assert ranks(2).run(_parameters_of_a_mixed_group, compression) == [15, 15]

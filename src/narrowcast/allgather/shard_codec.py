@@ -115,11 +115,6 @@ class ShardCodec:
         return self.chunks[-1].stop if self.chunks else 0
 
     @property
-    def num_values(self) -> int:
-        """Values of a shard; bytes, of dtypes that are not compressed."""
-        return sum(chunk.num_values for chunk in self.chunks)
-
-    @property
     def verifies(self) -> bool:
         """Whether the next payload carries a checksum of its shard."""
         return self.verify_interval > 0 and (self.sequence + 1) % self.verify_interval == 0
