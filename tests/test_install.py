@@ -122,7 +122,7 @@ def test_the_readmes_example_runs_and_sends_less_than_half(installed: Path, tmp_
     command = [installed / "python", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "--local-ranks-filter", "0", "example.py"]
     output = _succeeds(command, cwd=tmp_path)
-    (percent,) = re.search(r"sent (\d+)% of plain FSDP2's bytes", output).groups()
+    (percent,) = re.search(r"sent (\d+)% of baseline FSDP2's bytes", output).groups()
     assert 0 < int(percent) < 50
     (bits,) = re.search(r"([\d.]+) bits a parameter for its gradient", output).groups()
     assert 0 < float(bits) < 12
