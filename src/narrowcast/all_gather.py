@@ -22,6 +22,7 @@ from narrowcast.attribution import counted_by_caller
 from narrowcast.autotune import host_coder
 from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
+from narrowcast.autotune.step_barrier import wait_for_gather
 from narrowcast.config import AllGatherConfig, takes_settings_of
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
@@ -76,8 +77,8 @@ class NarrowedModel:
                 comm.job, comm.before = job, announcer.before
                 comm.on_unannounced = self._warn_of_a_change
                 comm.plain, comm.group.all_gather = comm.group.all_gather, comm
-                if selection is not None and comm.group.device.type == "cpu":
-                    comm.wait = partial(selection.wait_for_gather, comm.group)
+                if comm.group.device.type == "cpu":
+                    comm.wait = partial(wait_for_gather, job, comm.group)
         self._guarded = [
             comm.group
             for comm in comms

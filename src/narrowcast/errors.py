@@ -26,9 +26,10 @@ launcher does when the first process has ended.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -180,7 +181,7 @@ class Job:
         return self._watches
 
     def wait(
-        self, work: dist.Work, watch: int, step: int, *, steps_end: bool, groups: list[str]
+        self, work: dist.Work, steps: Mapping[int, int], *, steps_end: bool, groups: list[str]
     ) -> None:
         """Waits for a collective that a rank at another step would never reach.
 
@@ -189,22 +190,23 @@ class Job:
 
         Args:
             work: of a gloo collective.
-            watch: from ``new_watch``.
-            step: how many steps of the optimizer this rank has finished.
+            steps: how many steps of the optimizer this rank has finished, by watch
+                (``new_watch``).
             steps_end: ``True`` where a step ends; ``False`` in a gather of the next forward.
             groups: names of the process groups whose parameters this rank gathers.
 
         Raises:
-            OutOfStepError: of a gather: a rank that shards the same parameters is a step ahead.
+            OutOfStepError: of a gather: a rank that shards the same parameters is ahead.
         """
         while not _done(work):
-            for group in groups:
+            for (watch, step), group in product(steps.items(), groups):
+                posted = f"ended/{watch}/{group}"
                 if steps_end:
-                    self._store.set(self._key(f"ended/{watch}/{group}/{step}"), "")
-                elif self._posted(f"ended/{watch}/{group}/{step + 1}"):
+                    self._store.set(self._key(posted), str(step))
+                elif self._posted(posted) and (ahead := self._read_step(posted)) > step:
                     raise OutOfStepError(
                         f"rank {dist.get_rank()} gathers parameters after step {step} of the "
-                        f"optimizer, while others have finished step {step + 1} and wait for it: "
+                        f"optimizer, while others have finished step {ahead} and wait for it: "
                         "a rank skipped optimizer.step(), or took one more. Let all ranks take "
                         "each step, or none (a NaN guard must decide for all ranks at once); "
                         "fixed compressions need no such agreement"
@@ -241,6 +243,9 @@ class Job:
 
     def _posted(self, name: str) -> bool:
         return self._store.check([self._key(name)])
+
+    def _read_step(self, name: str) -> int:
+        return int(self._store.get(self._key(name)))
 
     def _key(self, name: str) -> str:
         return f"narrowcast/{self.group.group_name}/{self._round}/{name}"

@@ -138,12 +138,33 @@ class ParamGroup:
 
     @property
     def all_gather(self) -> AllGather:
-        """The object by which FSDP2 gathers the group's parameters."""
-        return self._group._all_gather_comm
+        """The object by which FSDP2 gathers the group's parameters, without its watch."""
+        comm = self._group._all_gather_comm
+        return comm.inner if isinstance(comm, WatchedAllGather) else comm
 
     @all_gather.setter
     def all_gather(self, comm: AllGather) -> None:
-        self._group._all_gather_comm = comm
+        current = self._group._all_gather_comm
+        if isinstance(current, WatchedAllGather):
+            current.inner = comm
+        else:
+            self._group._all_gather_comm = comm
+
+    def watch_gathers(self, wait: Callable[[dist.Work], object]) -> Callable[[], None]:
+        """Lets ``wait`` wait for the gathers that FSDP2's own all-gather makes of the group.
+
+        Returns:
+            Ends that, and gives the group the all-gather back that it has by then.
+        """
+        group = self._group
+        assert not isinstance(group._all_gather_comm, WatchedAllGather)
+        watched = group._all_gather_comm = WatchedAllGather(group._all_gather_comm, wait)
+
+        def end() -> None:
+            if group._all_gather_comm is watched:
+                group._all_gather_comm = watched.inner
+
+        return end
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
@@ -287,6 +308,35 @@ class ObservedReduceScatter(ReduceScatter):
         for observer in self.observers:
             observer(input_tensor.view(group.size(), -1))
         return self.inner(output_tensor, input_tensor, group, op, async_op)
+
+
+class WatchedAllGather(AllGather):
+    """A parameter group's all-gather, and what waits for it where that is FSDP2's own, counted or
+    not. Any other all-gather waits by itself.
+
+    Attributes:
+        inner: The all-gather itself, which ``ParamGroup.all_gather`` reads and replaces.
+    """
+
+    def __init__(self, inner: AllGather, wait: Callable[[dist.Work], object]) -> None:
+        self.inner = inner
+        self._wait = wait
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        innermost = getattr(self.inner, "inner", self.inner)
+        if async_op or not is_default(innermost):
+            return self.inner(output_tensor, input_tensor, group, async_op)
+        self._wait(self.inner(output_tensor, input_tensor, group, async_op=True))
+        return None
 
 
 def _gathered_dtype(param: FSDPParam) -> torch.dtype:

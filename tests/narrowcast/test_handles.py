@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from narrowcast import NarrowedGradients, NarrowedModel, narrow_all_gather, narrow_reduce_scatter
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.fsdp2 import is_default, param_groups
+from narrowcast.fsdp2 import WatchedAllGather, is_default, param_groups
 from narrowcast.reducescatter import codec
 from narrowcast.reducescatter.comm import NarrowReduceScatter
 from narrowcast.telemetry.over_ranks import reduce_over_ranks
 from narrowcast.telemetry.step_volume import StepVolume
 from narrowcast.wire.packet import Encoded
+from tests.narrowcast.autotune.test_controller import SLOW
+from tests.narrowcast.autotune.test_gradient_controller import on_this_link
 from tests.narrowcast.training import Setup, build, narrowed, train
 
 STEP = Setup(steps=1)
@@ -99,6 +101,51 @@ def test_two_handles_share_a_ledger_and_end_in_any_order(
     ranks, gather_first: bool, removed_first: int
 ) -> None:
     assert ranks(2).run(_in_every_order, gather_first, removed_first) == [[]] * 2
+
+
+def _gradients_by_auto(gather_first: bool, removed_first: int, counts: bool) -> list[str]:
+    """What is wrong while gathers are watched for gradients' ``auto``, and after both handles."""
+    wrong = []
+
+    def check(name: str, right: bool) -> None:
+        if not right:
+            wrong.append(name)
+
+    model, optimizer = build(STEP)
+    groups = param_groups(model)
+    own = [group._group._all_gather_comm for group in groups]
+    gradients = partial(narrow_reduce_scatter, compression="auto", force=True)
+    calls = [partial(narrow_all_gather, compression="delta"), gradients]
+    with on_this_link(SLOW):
+        handles = [
+            call(model, optimizer, volume=counts) for call in calls[:: 1 if gather_first else -1]
+        ]
+    check("watched", all(type(g._group._all_gather_comm) is WatchedAllGather for g in groups))
+    check("narrow gathers", all(type(g.all_gather) is NarrowAllGather for g in groups))
+    train(STEP, model, optimizer)
+    gone, left = handles[removed_first], handles[1 - removed_first]
+    gone.remove()
+    for group in groups:
+        is_narrow = type(group.all_gather) is NarrowAllGather
+        check("gathers", is_narrow == isinstance(left, NarrowedModel))
+        is_watched = type(group._group._all_gather_comm) is WatchedAllGather
+        check("watch", is_watched == isinstance(left, NarrowedGradients))
+    train(STEP, model, optimizer)
+    if counts:
+        check("gathers are counted", left.ledger.last.sent["all_gather"] > 0)
+    left.remove()
+    check("own objects", [group._group._all_gather_comm for group in groups] == own)
+    train(STEP, model, optimizer)
+    return wrong
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("removed_first", [0, 1])
+@pytest.mark.parametrize("gather_first", [True, False])
+def test_gathers_that_gradients_auto_watches_are_given_back_in_any_order(
+    ranks, gather_first: bool, removed_first: int, counts: bool
+) -> None:
+    assert ranks(2).run(_gradients_by_auto, gather_first, removed_first, counts) == [[]] * 2
 
 
 def _removed_twice() -> list[bool]:

@@ -1,8 +1,9 @@
 """Steps of the optimizer: skipped by a rank, taken by another optimizer, or not announced."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from narrowcast import NarrowedModel, narrow_all_gather, narrow_reduce_scatter
 from tests.narrowcast.autotune.test_controller import FAST, SLOW, on_a_link
+from tests.narrowcast.autotune.test_gradient_controller import on_this_link
 from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import local, same_bits
 
@@ -98,6 +100,46 @@ def test_where_all_ranks_sample_shards_a_skipped_step_is_an_error_on_all(
     ranks, skipped: int, link: float
 ) -> None:
     outcomes = ranks(3).outcomes(_skips_where_all_look, skipped, link, timeout_s=SOON_S)
+    assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert "a rank skipped optimizer.step()" in outcomes[0].message
+
+
+def _skips_under(narrowed: list[Callable], skipped: list[int]) -> None:
+    """Rank 1 skips these steps of the optimizer."""
+    model = _build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with on_this_link(SLOW):
+        for narrow in narrowed:
+            narrow(model, optimizer)
+        for step in range(16):
+            _backward(model, step)
+            if dist.get_rank() != 1 or step not in skipped:
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+_OFTEN = {"compression": "auto", "warmup_steps": 3, "reselect_interval": 6}
+_GRADIENTS = partial(narrow_reduce_scatter, **_OFTEN)
+_GATHERS = partial(narrow_all_gather, **_OFTEN)
+_FIXED_GATHERS = partial(narrow_all_gather, compression="delta")
+
+
+@pytest.mark.parametrize(
+    ("narrowed", "skipped"),
+    [
+        pytest.param([_GRADIENTS], [1], id="within the warm-up"),
+        pytest.param([_GRADIENTS], [4, 6], id="two between choices"),
+        pytest.param([_GATHERS, _GRADIENTS], [1], id="both"),
+        pytest.param([_GRADIENTS, _GATHERS], [4, 6], id="both, gradients first"),
+        pytest.param([_FIXED_GATHERS, _GRADIENTS], [4], id="fixed gathers"),
+        pytest.param([_GRADIENTS, _FIXED_GATHERS], [4], id="fixed gathers, gradients first"),
+    ],
+)
+def test_where_gradients_are_chosen_a_skipped_step_is_an_error_on_all(
+    ranks, narrowed: list[Callable], skipped: list[int]
+) -> None:
+    outcomes = ranks(3).outcomes(_skips_under, narrowed, skipped, timeout_s=SOON_S)
     assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "a rank skipped optimizer.step()" in outcomes[0].message

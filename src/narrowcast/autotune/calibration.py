@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,11 +29,15 @@ from narrowcast.autotune.coder_speed import (
 from narrowcast.autotune.curves import Curve, measure_curve, noise
 from narrowcast.autotune.links import CURVE_SHARE, Links, measure_links
 from narrowcast.autotune.stopwatch import Stopwatch
+from narrowcast.errors import Job
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.util import aligned
 from narrowcast.wire.coders import Coder
 
 _BLOCK_SIZE = 512  # values a block, of hashes
+
+_LinkKey = tuple[tuple[int, ...], int, int]  # ranks; bytes, and values, of their largest shard
+_measured: WeakKeyDictionary[Job, dict[_LinkKey, Links]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -67,16 +72,20 @@ class Calibration:
 def calibrate(
     groups: list[ParamGroup],
     coders: dict[str, Coder],
+    job: Job,
     *,
     cache_device: str | None = None,
     seconds: float = 3.0,
 ) -> Calibration:
-    """Measures links and coders. Every rank that shards one of the groups must call this.
+    """Measures links and coders. Every rank of the job that shards one of the groups must call
+    this.
 
     Args:
         groups: parameter groups of the model; their process groups are measured, up to the largest
-            shard of each. Process groups of the same ranks are measured once.
+            shard of each. Process groups of the same ranks are measured once, and in a later
+            calibration of the job not again, unless their largest shard is another one.
         coders: to be measured, by name.
+        job: the ranks that train together.
         cache_device: ``cpu`` where caches are to live in host memory.
         seconds: about how long it may take; slow links are measured up to smaller sizes.
     """
@@ -87,11 +96,15 @@ def calibrate(
         ranks = tuple(dist.get_process_group_ranks(group.process_group))
         by_ranks.setdefault(ranks, []).append(group)
     together = Stopwatch([same[0].process_group for same in by_ranks.values()], device)
-    (num_links,) = together.slowest([len(by_ranks)])
+    known = _measured.setdefault(job, {})
+    keys = {ranks: _link_key(ranks, same) for ranks, same in by_ranks.items()}
+    (num_links,) = together.slowest([sum(key not in known for key in keys.values())])
     links = {}
     for ranks, same in by_ranks.items():
-        measured = measure_links(ranks, same, device, seconds / num_links)
-        links |= {group.process_group.group_name: measured for group in same}
+        key = keys[ranks]
+        if key not in known:
+            known[key] = measure_links(ranks, same, device, seconds / num_links)
+        links |= {group.process_group.group_name: known[key] for group in same}
     chunks = exponent_chunks(device)
     speeds = {name: measure_coder(name, coder, chunks, together) for name, coder in coders.items()}
     cached_N = chunks[0].clone()
@@ -107,6 +120,12 @@ def calibrate(
         host = _measure_host(largest, together, CURVE_SHARE * seconds)
     (took,) = together.slowest([perf_counter() - start])
     return Calibration(links, speeds, hashing, comparing, host, took)
+
+
+def _link_key(ranks: tuple[int, ...], groups: list[ParamGroup]) -> _LinkKey:
+    """What ``measure_links`` depends on; the same on all of these ranks."""
+    nbytes = max(group.shard_bytes for group in groups)
+    return ranks, nbytes, max(sum(group.numels) for group in groups)
 
 
 def _measure_host(largest: int, stopwatch: Stopwatch, seconds: float) -> HostLink:

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from narrowcast.allgather.comm import NarrowAllGather
 from narrowcast.autotune import calibration, choice_report, cost_model, solver
 from narrowcast.autotune.consensus import Consensus
@@ -28,7 +26,6 @@ from narrowcast.autotune.solver import Strategy
 from narrowcast.autotune.step_barrier import StepBarrier
 from narrowcast.autotune.trial import Proposal, Trials
 from narrowcast.errors import Job
-from narrowcast.fsdp2 import ParamGroup
 from narrowcast.telemetry.changes import Changes, shard_type
 from narrowcast.telemetry.ledger import Ledger
 from narrowcast.wire.coders import CODERS
@@ -101,13 +98,13 @@ class Controller:
         groups = self._gathers.groups
         self._rules, self._ledger, self.sampler = rules, ledger, sampler
         self.calibration = calibration.calibrate(
-            list(groups.values()), CODERS, cache_device=cache_device
+            list(groups.values()), CODERS, job, cache_device=cache_device
         )
         self._gradients = GradientSampler(groups, sampler.coder, job.group)
-        self._barrier = StepBarrier(job, list(groups.values()))
         self._schedule = Schedule(
             rules.warmup_steps, rules.reselect_interval, always_samples=not rules.applies
         )
+        self._barrier = StepBarrier(job, list(groups.values()), self._schedule)
         self._consensus = Consensus.form(
             job.group, comms[0].group.device, self._gathers.params, replace(rules, report=None)
         )
@@ -133,6 +130,7 @@ class Controller:
     def remove(self) -> None:
         """Ends the observation of gradients and of step times. Compressions stay as they are."""
         self._gradients.unsubscribe()
+        self._barrier.remove()
         self._trials.remove()
 
     def after_step(self) -> None:
@@ -142,7 +140,7 @@ class Controller:
         is_near = self._rules.applies and self._schedule.samples
         self._trials.end_step(is_near)
         if self._schedule.samples or self._trials.is_due:
-            self._barrier.wait(self._schedule.steps)
+            self._barrier.wait()
         if self._schedule.samples:
             self._record_changes(self.sampler.after_step())
             if self.sampler.chunks_per_step:
@@ -163,10 +161,6 @@ class Controller:
     @property
     def num_undone(self) -> int:
         return self._trials.num_undone
-
-    def wait_for_gather(self, group: ParamGroup, work: dist.Work) -> None:
-        """Waits for a gather, or raises if a rank waits for this one to end a step instead."""
-        self._barrier.wait_for_gather(group, work, self._schedule.steps)
 
     def scalars(self) -> dict[str, float]:
         """Scalars for a dashboard; the same on all ranks that hold the same parameters."""

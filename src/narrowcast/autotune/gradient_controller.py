@@ -19,6 +19,7 @@ from narrowcast.autotune.gathers import PLAIN, group_labels
 from narrowcast.autotune.gradients import GradientSampler, Reduction, cost_table, is_worthwhile
 from narrowcast.autotune.report import ReportWriter
 from narrowcast.autotune.schedule import Schedule
+from narrowcast.autotune.step_barrier import StepBarrier
 from narrowcast.autotune.trial import Proposal, Trials
 from narrowcast.errors import Job
 from narrowcast.reducescatter.comm import NarrowReduceScatter
@@ -60,6 +61,7 @@ class GradientController:
         groups = {label: comm.group for label, comm in self._comms.items()}
         self._sampler = GradientSampler(groups, coder, job.group)
         self._schedule = Schedule(warmup_steps, reselect_interval)
+        self._barrier = StepBarrier(job, list(groups.values()), self._schedule)
         self._consensus = Consensus.form(
             job.group,
             comms[0].group.device,
@@ -67,7 +69,7 @@ class GradientController:
             (warmup_steps, reselect_interval),
         )
         self._links = self._consensus.slowest_links(
-            calibration.calibrate(list(groups.values()), {}).links,
+            calibration.calibrate(list(groups.values()), {}, job).links,
             groups,
             lambda links: links.reduce_scatter.seconds(1 << 20),
         )
@@ -78,6 +80,7 @@ class GradientController:
         self.step = 0
         self.reductions: list[Reduction] = []
         self._sampler.subscribe()
+        self._barrier.watch_gathers()
 
     def after_step(self) -> None:
         """Samples, and chooses when it is time. Every rank must call this after each step."""
@@ -89,6 +92,9 @@ class GradientController:
             self._sampler.allow(self._room(step_seconds))
         elif self._schedule.steps_to_choice is None:
             self._sampler.unsubscribe()
+        chooses_now = self._schedule.chooses and not self._trials.is_busy
+        if self._trials.is_due or chooses_now:
+            self._barrier.wait()
         if self._trials.is_due:
             self._judge()
         if self._schedule.chooses:
@@ -99,8 +105,10 @@ class GradientController:
         self._trials.begin_step(samples)
 
     def remove(self) -> None:
-        """Ends the observation of gradients and of step times. Compressions stay as they are."""
+        """Ends the observation of gradients, gathers and step times. Compressions stay as they
+        are."""
         self._sampler.unsubscribe()
+        self._barrier.remove()
         self._trials.remove()
 
     def scalars(self) -> dict[str, float]:

@@ -23,6 +23,7 @@ from narrowcast.autotune.calibration import Calibration, HostLink
 from narrowcast.autotune.coder_speed import CoderSpeed
 from narrowcast.autotune.curves import Curve, fit
 from narrowcast.autotune.links import Links
+from narrowcast.errors import Job
 from narrowcast.telemetry.collectives import count_collectives
 from narrowcast.wire.coders import CODERS
 
@@ -104,7 +105,7 @@ def _calibrate(
         patch("narrowcast.util.time", SimpleNamespace(perf_counter=read)),
         patch.object(links, "NarrowAllGather", SlowGather),
     ):
-        measured = calibration.calibrate(groups, CODERS, cache_device="cpu", seconds=seconds)
+        measured = calibration.calibrate(groups, CODERS, Job(), cache_device="cpu", seconds=seconds)
     stop()
     names = [group.process_group.group_name for group in groups]
     return Outcome(measured, names, sent_bytes, torch.equal(state, torch.get_rng_state()))

@@ -11,11 +11,14 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from narrowcast import NarrowedGradients, narrow_all_gather, narrow_reduce_scatter
-from narrowcast.autotune import gradients
+from narrowcast.autotune import calibration, gradients
+from narrowcast.autotune.curves import Curve
 from narrowcast.autotune.gradient_controller import choose
 from narrowcast.autotune.gradients import Reduction
+from narrowcast.autotune.links import Links
 from narrowcast.autotune.step_watch import COLD_STEPS
 from tests.narrowcast.autotune.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.autotune.test_trial import (
@@ -150,6 +153,27 @@ def test_gathers_and_gradients_are_not_on_trial_at_the_same_time(
     assert one[second][0] >= WARMUP + COLD_STEPS + WARMUP - 1
     assert one[kept][-1] == JUDGED + 60
     assert len(one[slow]) == one[slow][-1] - one[slow][0] + 1 <= 30  # undone
+
+
+def _links_measured(second_job: bool) -> list[int]:
+    """How often links had been measured after each of the calls."""
+    counts = []
+    model, optimizer = build(Setup())
+    curve = Curve(0.0, 1e-9, 0.0, (1,), (1e-9,))
+    link = Links(tuple(range(dist.get_world_size())), *[curve] * 3, 0.0, 0.0, 0.0)
+    job = dist.new_group(list(range(dist.get_world_size())), group_desc=str(second_job))
+    with patch.object(calibration, "measure_links", return_value=link) as measure:
+        for narrow in (narrow_all_gather, narrow_reduce_scatter):
+            if second_job:
+                job = dist.new_group(list(range(dist.get_world_size())), group_desc=narrow.__name__)
+            narrow(model, optimizer, compression="auto", force=True, process_group=job)
+            counts.append(measure.call_count)
+    return counts
+
+
+@pytest.mark.parametrize("second_job", [False, True])
+def test_links_of_a_job_are_measured_once(ranks, second_job: bool) -> None:
+    assert ranks(2).run(_links_measured, second_job) == [[1, 1 + second_job]] * 2
 
 
 def _refused() -> str:

@@ -30,6 +30,7 @@ from narrowcast.autotune import (
     stopwatch,
     timed_gather,
 )
+from narrowcast.errors import Job
 from narrowcast.wire import packet
 from narrowcast.wire.coders import CODERS, Zstd, find_coder
 from narrowcast.wire.floats import LAYOUTS
@@ -308,7 +309,7 @@ def _calibrated() -> tuple[list[Sent], Counter[tuple[str, int]], list[str]]:
         patch.object(links, "raise_alike", wraps=links.raise_alike) as agreed,
         _work_outside_collectives(work),
     ):
-        calibration.calibrate(groups, CODERS)
+        calibration.calibrate(groups, CODERS, Job())
     swaps = sum(one.name == "swap" for one in sent)
     assert 2 * agreed.call_count == swaps  # a size and a payload for the one other rank
     return sent, work.done, work.idle
