@@ -12,14 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from narrowcast.allgather.comm import NarrowAllGather
-from narrowcast.autotune import calibration, choice_report, cost_model, solver
+from narrowcast.autotune import calibration, choice_report, solver
 from narrowcast.autotune.consensus import Consensus
-from narrowcast.autotune.corrections import Corrections, measured_coding, predicted_coding
 from narrowcast.autotune.gathers import Gathers
 from narrowcast.autotune.gradients import GradientSampler, Reduction
+from narrowcast.autotune.predictor import Predictor
 from narrowcast.autotune.problem import Choice, Group
 from narrowcast.autotune.report import ReportWriter
-from narrowcast.autotune.sample_stats import ALL, SampleHistory, sum_over_ranks
 from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.schedule import Schedule
 from narrowcast.autotune.solver import Strategy
@@ -110,11 +109,9 @@ class Controller:
         )
         self._trials = Trials(job, comms[0].group.device)
         self._previous: tuple[list[Group], Choice] | None = None
-        self._links = self._consensus.slowest_links(
-            self.calibration.links, groups, lambda links: links.all_gather.seconds(1 << 20)
+        self._predictor = Predictor(
+            self._gathers, self.calibration, self._consensus, sampler.scheme, sampler.coder
         )
-        self._corrections = Corrections()
-        self._history = SampleHistory()
         self.step = 0
         self.problem: list[Group] = []
         self.reductions: list[Reduction] = []
@@ -190,7 +187,7 @@ class Controller:
     def _reconsider(self) -> None:
         """Chooses from the samples so far, applies the choice and reports it."""
         self._end_window_of_samples()
-        if not self._history.has_any:
+        if not self._predictor.has_samples:
             if not self._schedule.is_postponed and self._consensus.is_leader:
                 self._report.log(
                     f"no shard was sampled until step {self.step}: a step is too short to sample a "
@@ -198,11 +195,10 @@ class Controller:
                 )
             self._schedule.postpone()
             return
-        comms, steps = self._gathers.comms, self._schedule.steps_since_choice
-        coding_seconds = measured_coding(list(comms.values()), steps, self._consensus)
-        self._corrections.learn_links(comms, self._links, self._consensus)
+        steps = self._schedule.steps_since_choice
+        coding_seconds = self._predictor.learn_from_gathers(steps)
         self.reductions = self._gradients.predict(
-            self._consensus.labels, self._links, steps, self._consensus.device
+            self._consensus.labels, self._predictor.links, steps, self._consensus.device
         )
         solved = self._consensus.from_leader(lambda: self._solve(coding_seconds))
         self._gathers.clear_times()
@@ -258,12 +254,7 @@ class Controller:
 
     def _end_window_of_samples(self) -> None:
         """Adds the samples of all ranks to the history, and notes the time that they took."""
-        names = [ALL, *self._consensus.params]
-        self._history.add(
-            sum_over_ranks(
-                self.sampler.samples, names, self._consensus.device, self._consensus.group
-            )
-        )
+        self._predictor.add_samples(self.sampler.samples)
         spent = self.sampler.seconds + self._gradients.seconds
         self.sampling_share = self._consensus.largest(spent / max(self.sampler.elapsed, 1e-9))
         self.sampler.clear()
@@ -276,14 +267,7 @@ class Controller:
             coding_seconds: of a step, measured.
         """
         try:
-            predicted = predicted_coding(
-                self._make_problem(coding_scale=1.0),
-                self._gathers.comms,
-                self._links,
-                self._schedule.steps_since_choice,
-            )
-            self._corrections.learn_coding(coding_seconds, predicted)
-            problem = self._make_problem(self._corrections.coding)
+            problem = self._predictor.problem(coding_seconds, self._schedule)
             budget_bytes = int(self._rules.cache_budget_gib * _GIB)
             return problem, solver.choose(
                 problem, budget_bytes, self._rules.strategy, solver.MARGIN
@@ -291,29 +275,13 @@ class Controller:
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    def _make_problem(self, coding_scale: float) -> list[Group]:
-        coder = next(name for name, coder in CODERS.items() if coder == self.sampler.coder)
-        gathered = self._gathers.describe(
-            {label: self._corrections.corrected(label, one) for label, one in self._links.items()},
-            self.calibration,
-            coder,
-            self._schedule.steps_since_choice,
-        )
-        return cost_model.make_problem(
-            gathered,
-            self._history.samples,
-            self.sampler.scheme,
-            self._schedule.horizon,
-            coding_scale,
-        )
-
     def _report_choice(self, is_first: bool, changed: dict[str, tuple[str, str]]) -> None:
         table = partial(
             choice_report.full_table,
             self.problem,
             self.choice,
             self.reductions,
-            choice_report.unsampled_note(self._gathers.compressible, self._history.samples),
+            choice_report.unsampled_note(self._gathers.compressible, self._predictor.samples),
         )
         if is_first:
             verb = "chosen" if self._rules.applies else "would be chosen (nothing is applied)"
@@ -325,9 +293,9 @@ class Controller:
             "applied": self._rules.applies,
             "warmup_steps": self._rules.warmup_steps,
             "sampling_share": self.sampling_share,
-            "coding_scale": self._corrections.coding,
-            "link_scale": self._corrections.mean_link,
-            "samples": choice_report.sample_rates(self._history.samples),
+            "coding_scale": self._predictor.corrections.coding,
+            "link_scale": self._predictor.corrections.mean_link,
+            "samples": choice_report.sample_rates(self._predictor.samples),
             "changed": {name: list(both) for name, both in changed.items()},
             "reductions": [asdict(one) for one in self.reductions],
             **choice_report.as_json(self.problem, self.choice),

@@ -244,7 +244,7 @@ def ever_other_choices() -> Iterator[None]:
         }
         return replace(choose(groups, *arguments), compressions=compressions)
 
-    with patch.object(controller.solver, "choose", scripted):
+    with patch.object(solver, "choose", scripted):
         yield
 
 
@@ -398,7 +398,7 @@ def _fail_to_solve(_: None) -> tuple[set[str], bool]:
     def fail(*_: Any) -> None:
         raise RuntimeError("no solution")
 
-    with on_a_link(SLOW), patch.object(controller.solver, "choose", fail):
+    with on_a_link(SLOW), patch.object(solver, "choose", fail):
         setup = Setup(steps=5)
         model, optimizer, handle = _narrow(setup)
         train(setup, model, optimizer)
@@ -418,16 +418,17 @@ def _coding_scales(_: None) -> list[float]:
         model, optimizer, handle = _narrow(setup)
         train(setup, model, optimizer)
     selection = handle.selection
+    uncorrected = selection._predictor.problem_with(1.0, selection._schedule)
     predicted = sum(
         shard.options[comm.schemes[shard.name].compression].decoding
         + shard.options[comm.schemes[shard.name].compression].encoding
-        for group, comm in zip(selection._make_problem(1.0), handle._comms, strict=True)
+        for group, comm in zip(uncorrected, handle._comms, strict=True)
         for shard in group.shards
     )
     scales = []
     for measured in (3 * predicted, 3 * predicted, 0.0, 0.0):
         selection._solve(measured)
-        scales.append(selection._corrections.coding)
+        scales.append(selection._predictor.corrections.coding)
     handle.remove()
     return scales
 
@@ -450,11 +451,11 @@ def _link_scale(_: None) -> tuple[float, float]:
         measured += number
         predicted += number * SLOW * comm.group.shard_bytes
     selection = handle.selection
-    selection._corrections.learn_links(
-        selection._gathers.comms, selection._links, selection._consensus
+    selection._predictor.corrections.learn_links(
+        selection._gathers.comms, selection._predictor.links, selection._consensus
     )
     handle.remove()
-    return selection._corrections.links.popitem()[1], measured / predicted
+    return selection._predictor.corrections.links.popitem()[1], measured / predicted
 
 
 def test_a_link_is_as_fast_as_plain_gathers_show_it_to_be(ranks) -> None:

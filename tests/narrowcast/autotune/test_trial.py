@@ -82,7 +82,7 @@ def _train_clocked(
         def note(*_: Any) -> None:
             steps.append(set(_compressions(handle).values()))
             if len(steps) == faster_link_at:
-                links = handle.selection._links
+                links = handle.selection._predictor.links
                 for label, one in links.items():
                     links[label] = one.__class__(
                         **{**vars(one), "all_gather": one.all_gather.scaled(0.5)}
