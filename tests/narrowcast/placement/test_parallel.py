@@ -56,7 +56,7 @@ def test_a_process_that_is_killed_is_named_and_not_waited_for() -> None:
 @pytest.mark.parametrize("how", wide_but([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
 def test_no_process_outlives_the_command(how: signal.Signals) -> None:
     script = (
-        "import time; from narrowcast.experts import parallel\n"
+        "import time; from narrowcast.placement import parallel\n"
         "if __name__ == '__main__':\n"
         "    parallel.each(time.sleep, [0, 1, 300, 300], 4, processes=2, progress=True)\n"
     )
@@ -69,7 +69,9 @@ def test_no_process_outlives_the_command(how: signal.Signals) -> None:
     )
     shown = b""
     while b"2/4" not in shown:  # two layers are done, and two have begun
-        shown += os.read(command.stderr.fileno(), 4096)
+        read = os.read(command.stderr.fileno(), 4096)
+        assert read, shown.decode()  # it has ended
+        shown += read
     command.send_signal(how)  # to it alone, as no terminal would
     assert command.wait(timeout=60) != 0
     deadline = time.monotonic() + 60
