@@ -83,7 +83,7 @@ class Gather:
         self.telemetry.on_gathered(
             self.group,
             self.process_group,
-            num_values=self.group.num_values(prepared.shard_bytes),
+            num_values=codec.num_values,
             shard_bytes=prepared.shard_bytes.numel(),
             sent_bytes=sent_bytes,
             changes=prepared.changes,

@@ -51,6 +51,7 @@ class ShardCodec:
         chunks: the parts of a shard that are encoded together.
         cache: for each rank and each chunk, what ``codec`` caches; ``None`` while it is cold.
         rank: of this process among those whose shards are cached.
+        num_values: values of a shard.
         verify_interval: shards from one that carries a checksum to the next; 0: none does.
         sequence: gathers that went into ``cache``.
         settings: a digest of all that the ranks must agree on.
@@ -59,6 +60,7 @@ class ShardCodec:
     chunks: tuple[Chunk, ...]
     cache: ShardCache
     rank: int
+    num_values: int
     coder: Coder
     verify_interval: int = 0
     sequence: int = 0
@@ -88,7 +90,8 @@ class ShardCodec:
         """
         chunks = make_chunks(params, schemes)
         cache = ShardCache(world_size, len(chunks), copies)
-        return cls(chunks, cache, rank, coder, verify_interval)
+        num_values = sum(numel for _, numel, _ in params)
+        return cls(chunks, cache, rank, num_values, coder, verify_interval)
 
     def take_over(self, old: "ShardCodec") -> None:
         """Caches what ``old`` has cached of the same shards, as far as the schemes of this codec

@@ -69,9 +69,9 @@ def test_no_process_outlives_the_command(how: signal.Signals) -> None:
     )
     shown = b""
     while b"2/4" not in shown:  # two layers are done, and two have begun
-        printed = os.read(command.stderr.fileno(), 4096)
-        assert printed, shown.decode()  # it has ended
-        shown += printed
+        read = os.read(command.stderr.fileno(), 4096)
+        assert read, shown.decode()  # it has ended
+        shown += read
     command.send_signal(how)  # to it alone, as no terminal would
     assert command.wait(timeout=60) != 0
     deadline = time.monotonic() + 60
