@@ -333,9 +333,12 @@ class WatchedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         innermost = getattr(self.inner, "inner", self.inner)
-        if async_op or not is_default(innermost):
+        if not is_default(innermost):
             return self.inner(output_tensor, input_tensor, group, async_op)
-        self._wait(self.inner(output_tensor, input_tensor, group, async_op=True))
+        work = self.inner(output_tensor, input_tensor, group, async_op=True)
+        if async_op:
+            return WorkThatFinishes(lambda: self._wait(work))
+        self._wait(work)
         return None
 
 

@@ -105,7 +105,7 @@ def test_where_all_ranks_sample_shards_a_skipped_step_is_an_error_on_all(
     assert "a rank skipped optimizer.step()" in outcomes[0].message
 
 
-def _skips_under(narrowed: list[Callable], skipped: list[int]) -> None:
+def _skips_under(narrowed: list[Callable], skipped: list[int], is_async: bool = False) -> None:
     """Rank 1 skips these steps of the optimizer."""
     model = _build()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -113,6 +113,9 @@ def _skips_under(narrowed: list[Callable], skipped: list[int]) -> None:
         for narrow in narrowed:
             narrow(model, optimizer)
         for step in range(16):
+            if is_async:
+                for layer in (model, *model):
+                    layer.unshard(async_op=True)
             _backward(model, step)
             if dist.get_rank() != 1 or step not in skipped:
                 optimizer.step()
@@ -126,20 +129,21 @@ _FIXED_GATHERS = partial(narrow_all_gather, compression="delta")
 
 
 @pytest.mark.parametrize(
-    ("narrowed", "skipped"),
+    ("narrowed", "skipped", "is_async"),
     [
-        pytest.param([_GRADIENTS], [1], id="within the warm-up"),
-        pytest.param([_GRADIENTS], [4, 6], id="two between choices"),
-        pytest.param([_GATHERS, _GRADIENTS], [1], id="both"),
-        pytest.param([_GRADIENTS, _GATHERS], [4, 6], id="both, gradients first"),
-        pytest.param([_FIXED_GATHERS, _GRADIENTS], [4], id="fixed gathers"),
-        pytest.param([_GRADIENTS, _FIXED_GATHERS], [4], id="fixed gathers, gradients first"),
+        pytest.param([_GRADIENTS], [1], False, id="within the warm-up"),
+        pytest.param([_GRADIENTS], [1], True, id="asynchronous gathers"),
+        pytest.param([_GRADIENTS], [4, 6], False, id="two between choices"),
+        pytest.param([_GATHERS, _GRADIENTS], [1], False, id="both"),
+        pytest.param([_GRADIENTS, _GATHERS], [4, 6], False, id="both, gradients first"),
+        pytest.param([_FIXED_GATHERS, _GRADIENTS], [4], False, id="fixed gathers"),
+        pytest.param([_GRADIENTS, _FIXED_GATHERS], [4], False, id="fixed gathers, gradients first"),
     ],
 )
 def test_where_gradients_are_chosen_a_skipped_step_is_an_error_on_all(
-    ranks, narrowed: list[Callable], skipped: list[int]
+    ranks, narrowed: list[Callable], skipped: list[int], is_async: bool
 ) -> None:
-    outcomes = ranks(3).outcomes(_skips_under, narrowed, skipped, timeout_s=SOON_S)
+    outcomes = ranks(3).outcomes(_skips_under, narrowed, skipped, is_async, timeout_s=SOON_S)
     assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert "a rank skipped optimizer.step()" in outcomes[0].message
