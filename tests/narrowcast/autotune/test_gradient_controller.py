@@ -29,6 +29,7 @@ from tests.narrowcast.autotune.test_trial import (
     log_of_narrowcast,
 )
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
+from tests.wide import wide_but
 
 
 @contextmanager
@@ -138,12 +139,19 @@ def _both_auto(gradients_first: bool, losses: dict[str, float]) -> dict[str, Any
     return {name: [step for step, found in enumerate(steps, 1) if name in found] for name in losses}
 
 
-@pytest.mark.parametrize("gradients_first", [False, True])
-@pytest.mark.parametrize("slow", ["gathers", "gradients"])
-def test_gathers_and_gradients_are_not_on_trial_at_the_same_time(
-    ranks, slow: str, gradients_first: bool
-) -> None:
+# Each of the two is once the slow one, and is once narrowed first.
+@pytest.mark.parametrize(
+    "case",
+    wide_but(
+        ["slow gathers", "slow gathers last", "slow gradients", "slow gradients last"],
+        "slow gathers",
+        "slow gradients",
+    ),
+)
+def test_gathers_and_gradients_are_not_on_trial_at_the_same_time(ranks, case: str) -> None:
     """So what one of them costs does not undo the other."""
+    slow = case.split()[1]
+    gradients_first = (slow == "gradients") != case.endswith("last")
     losses = {"gathers": 0.0, "gradients": 0.0, slow: 0.15}
     first, second = list(losses)[:: -1 if gradients_first else 1]
     kept = "gradients" if slow == "gathers" else "gathers"
