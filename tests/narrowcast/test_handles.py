@@ -25,7 +25,10 @@ from tests.narrowcast.autotune.test_gradient_controller import on_this_link
 from tests.narrowcast.training import Setup, build, narrowed, train
 
 STEP = Setup(steps=1)
-BOTH = (partial(narrow_all_gather, compression="delta"), narrow_reduce_scatter)
+BOTH = (
+    partial(narrow_all_gather, compression="delta"),
+    partial(narrow_reduce_scatter, compression="entropy"),
+)
 Handle = NarrowedModel | NarrowedGradients
 
 

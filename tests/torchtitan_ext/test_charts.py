@@ -66,7 +66,7 @@ def test_every_chart_has_data_and_all_data_a_chart(ranks, folder: Path, job: str
 
 def test_changes_and_zeros_are_counted_in_the_steps_that_are_logged(ranks, folder: Path) -> None:
     toml = write_toml(folder, folder / "corpus", folder / "every_second")
-    flags = (*GATHERS, "delta", *GRADIENTS, "--metrics.log_freq", "2")
+    flags = (*GATHERS, "delta", *GRADIENTS, "entropy", "--metrics.log_freq", "2")
     ranks(2).run(_train, str(toml), *flags)
     (events,) = (folder / "every_second" / "tb").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events)).Reload()

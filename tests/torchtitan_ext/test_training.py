@@ -184,7 +184,7 @@ def test_training_is_plain_while_choices_change_and_through_a_checkpoint(
     assert 0 < min(chosen) < max(chosen)
     assert resumed[0].metrics[-1]["narrowcast/selection/changed_shards"] > 0
     logged = {tag for tag in resumed[0].metrics[-1] if "/selection/" in tag}
-    assert len(logged) == 9
+    assert len(logged) == 10
     reports = {path.name for path in (folder / "of_8_auto" / "selection").iterdir()}
     assert {"calibration.json", *(f"choice-step-0000000{step}.json" for step in (3, 4, 7, 8))} <= (
         reports

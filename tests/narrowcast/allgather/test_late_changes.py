@@ -162,7 +162,11 @@ def _shards_later(narrow: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "narrow", [partial(narrow_all_gather, compression="delta"), narrow_reduce_scatter]
+    "narrow",
+    [
+        partial(narrow_all_gather, compression="delta"),
+        partial(narrow_reduce_scatter, compression="entropy"),
+    ],
 )
 def test_fully_shard_after_narrowing_is_refused_by_name(ranks, narrow: Callable) -> None:
     for outcome in ranks(2).outcomes(_shards_later, narrow):
