@@ -25,10 +25,11 @@ LAYERS = (
     ("narrowcast.wire",),
     ("narrowcast.errors",),
     ("narrowcast.fsdp2",),
-    ("narrowcast.config", "narrowcast.attribution", "narrowcast.util"),
+    ("narrowcast.config",),
+    ("narrowcast.section", "narrowcast.attribution", "narrowcast.util"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
-BELOW_WIRE = {"errors", "config", "attribution", "util", "wire"}
+BELOW_WIRE = {"errors", "config", "section", "attribution", "util", "wire"}
 PRIVATE_OF_TORCH = {"narrowcast.fsdp2"}
 PRIVATE_OF_TORCHTITAN = {"torchtitan_ext.private"}
 

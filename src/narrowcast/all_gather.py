@@ -23,9 +23,10 @@ from narrowcast.autotune import host_coder
 from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.step_barrier import wait_for_gather
-from narrowcast.config import AllGatherConfig, takes_settings_of
+from narrowcast.config import AllGatherConfig
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
+from narrowcast.section import takes_settings_of
 from narrowcast.steps import StepHook
 from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
 from narrowcast.telemetry.ledger import beyond_baseline

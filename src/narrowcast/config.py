@@ -1,224 +1,23 @@
-"""Every setting, said once: one frozen dataclass a feature.
+"""Every setting, said once: one frozen dataclass a feature. `section.py` says what comes of it."""
 
-A field has its type, its default, what values are allowed, and below it what it means. From these
-come the arguments of the Python calls, the TOML sections `[narrowcast.*]`, their reference page and
-what `--print-config` prints.
-"""
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
-import ast
-import difflib
-import functools
-import inspect
-import itertools
-import math
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, ClassVar, Literal, ParamSpec, Self, TypeVar, get_args, get_origin
+from narrowcast.section import (
+    Section,
+    check_left_at_default,
+    checked,
+    integer,
+    is_integer,
+    is_number,
+    is_patterns,
+    is_text,
+    rule,
+)
 
 # Shorter chunks are more calls of tensor operations: on a CPU a gather takes 7 % longer with half
 # as many values, 27 % with a quarter, and no less with twice as many.
 MAX_CHUNK_VALUES = 1 << 18
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _rule(allowed: str, is_allowed: Callable[[Any], bool]) -> dict[str, Any]:
-    """The metadata of a field whose type does not say all of what it accepts."""
-    return {"allowed": allowed, "is_allowed": is_allowed}
-
-
-def _checked(default: Any, allowed: str, is_allowed: Callable[[Any], bool]) -> Any:
-    """A field with a rule."""
-    return field(default=default, metadata=_rule(allowed, is_allowed))
-
-
-def _integer(default: int, at_least: int, at_most: int | None = None) -> Any:
-    """An integer field within bounds."""
-    allowed = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-    return _checked(
-        default,
-        f"an integer {allowed}",
-        lambda value: (
-            _is_integer(value) and value >= at_least and (at_most is None or value <= at_most)
-        ),
-    )
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_patterns(value: Any) -> bool:
-    return (
-        isinstance(value, list | tuple)
-        and bool(value)
-        and all(isinstance(pattern, str) and pattern for pattern in value)
-    )
-
-
-class Section:
-    """A TOML section of one feature, checked when it is made.
-
-    Attributes:
-        path: of the section.
-        renamed: the keys of earlier releases, and what they are called now.
-        renamed_values: the same of the values of a key.
-
-    Raises:
-        ValueError: a value is not allowed, or cannot work with another. The message names the key,
-            the value and what is allowed.
-    """
-
-    path: ClassVar[str]
-    renamed: ClassVar[dict[str, str]] = {}
-    renamed_values: ClassVar[dict[str, dict[str, str]]] = {}
-
-    def __post_init__(self) -> None:
-        for one in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, one.name)
-            if not _is_allowed(one, value):
-                raise ValueError(
-                    f"{self.path}.{one.name} = {value!r}: must be {allowed_values(one)}"
-                    f"{renamed_value(type(self), one.name, value)}"
-                )
-        self._check()
-
-    def _check(self) -> None:
-        """Raises a ValueError where values cannot work with each other."""
-
-    def default_of(self, name: str) -> Any:
-        return defaults(type(self))[name]
-
-    @classmethod
-    def of(cls, settings: dict[str, Any]) -> Self:
-        """The section with these keys set, as the Python calls are given them: all but ``enable``.
-
-        Raises:
-            ValueError: a key is not one of the section's, or its value is not allowed. The message
-                names the key without the section.
-        """
-        allowed = [name for name in defaults(cls) if name != "enable"]
-        for name, value in settings.items():
-            if name not in allowed:
-                raise ValueError(f"{name} = {value!r}: {unknown_key(name, allowed, cls.renamed)}")
-        try:
-            return cls(enable=True, **settings)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix(f"{cls.path}.")) from None
-
-
-def _is_allowed(one: Field, value: Any) -> bool:
-    if get_origin(one.type) is Literal:
-        return any(value is choice or value == choice for choice in get_args(one.type))
-    if one.type is bool:
-        return isinstance(value, bool)
-    return one.metadata["is_allowed"](value)
-
-
-def allowed_values(one: Field) -> str:
-    """What a field accepts, in words; empty where its type says all."""
-    if get_origin(one.type) is Literal:
-        return " or ".join(f'"{value}"' for value in get_args(one.type))
-    return "true or false" if one.type is bool else one.metadata.get("allowed", "")
-
-
-@functools.cache
-def _meanings(cls: type) -> dict[str, str]:
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    return {
-        stated.target.id: inspect.cleandoc(text.value.value).replace("\n", " ")
-        for stated, text in itertools.pairwise(body)
-        if isinstance(stated, ast.AnnAssign)
-        and isinstance(text, ast.Expr)
-        and isinstance(stated.target, ast.Name)
-        and isinstance(text.value, ast.Constant)
-    }
-
-
-def meanings(cls: type) -> dict[str, str]:
-    """What each field of a section means, on one line: the text below it."""
-    return dict(_meanings(cls))
-
-
-def defaults(cls: type) -> dict[str, Any]:
-    """The default of each field of a section."""
-    return {
-        one.name: one.default if one.default_factory is MISSING else one.default_factory()
-        for one in fields(cls)
-    }
-
-
-def renamed_value(cls: type, key: str, value: Any) -> str:
-    """What is added to an error where a value of an earlier release is called otherwise now."""
-    new = getattr(cls, "renamed_values", {}).get(key, {}).get(str(value))
-    return f'; "{value}" is called "{new}" now' if new else ""
-
-
-def unknown_key(key: str, allowed: Sequence[str], renamed: Mapping[str, str]) -> str:
-    """What is said of a key that is not one of those allowed: the name that it has now, or a close
-    one."""
-    close = difflib.get_close_matches(key, allowed, n=1)
-    hint = f'; did you mean "{close[0]}"?' if close else ""
-    if key in renamed:
-        hint = f'; it is called "{renamed[key]}" now'
-    return f"unknown key{hint} (allowed: {', '.join(allowed)})"
-
-
-def takes_settings_of(
-    cls: type, *, left_out: tuple[str, ...] = ()
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a function, which takes the keys of a section as ``**settings``, their signature, and
-    adds their meanings to its docstring."""
-    keys = [one for one in fields(cls) if one.name not in left_out]
-
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        own = inspect.signature(function)
-        named = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        settings = [
-            inspect.Parameter(
-                one.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=defaults(cls)[one.name],
-                annotation=one.type,
-            )
-            for one in keys
-        ]
-        function.__signature__ = own.replace(parameters=[*named, *settings])  # type: ignore[attr-defined]
-        lines = [f"{one.name}: {meanings(cls)[one.name]}" for one in keys]
-        wrapped = textwrap.TextWrapper(92, subsequent_indent=" " * 4)
-        function.__doc__ = "\n".join(
-            [inspect.cleandoc(function.__doc__ or ""), "", "Settings:"]
-            + [textwrap.indent(wrapped.fill(line), " " * 4) for line in lines]
-        )
-        return function
-
-    return decorated
-
-
-def _check_left_at_default(
-    section: Any, names: Sequence[str], works_with: str, is_allowed: bool
-) -> None:
-    """Raises a ValueError where keys are set that only have a meaning with a compression that is
-    chosen."""
-    for name in names:
-        value, default = getattr(section, name), section.default_of(name)
-        if value != default and not is_allowed:
-            raise ValueError(
-                f"{section.path}.{name} = {value!r}: works with {works_with}, not "
-                f'"{section.compression}": leave it out, or at {default!r}'
-            )
-
 
 _OLD_COMPRESSIONS = {"value": "delta", "coded": "entropy", "raw": "none"}
 
@@ -252,8 +51,8 @@ class AllGatherConfig(Section):
     "none": all bits are sent.
     """
 
-    cache_budget_gib: float = _checked(
-        4.0, "a number of at least 0", lambda value: _is_number(value) and value >= 0
+    cache_budget_gib: float = checked(
+        4.0, "a number of at least 0", lambda value: is_number(value) and value >= 0
     )
     """
     Memory in GiB that compression "auto" may cache on a rank, and "observe" reckons with. A hard
@@ -272,13 +71,13 @@ class AllGatherConfig(Section):
     integer program. "ratio": the rule of the CIERA paper, by gain over memory while it lasts.
     """
 
-    warmup_steps: int = _integer(30, at_least=3)
+    warmup_steps: int = integer(30, at_least=3)
     """
     Steps of plain FSDP2 that compressions "auto" and "observe" sample, in at most 2 % of their
     time, before they choose.
     """
 
-    reselect_interval: int = _integer(100, at_least=0)
+    reselect_interval: int = integer(100, at_least=0)
     """
     Steps from one choice of compression "auto" to the next. A compression is changed where that
     gains more until the next choice than the cold cache costs. 0 means that the first choice stays.
@@ -291,7 +90,7 @@ class AllGatherConfig(Section):
     a bitmap and the exponents of the blocks that changed, which is the form of the CIERA paper.
     """
 
-    block_size: int = _integer(512, at_least=1, at_most=MAX_CHUNK_VALUES)
+    block_size: int = integer(512, at_least=1, at_most=MAX_CHUNK_VALUES)
     """Values per block of exponent_coding "blocks"."""
 
     block_check: Literal["compare", "hash"] = "compare"
@@ -303,14 +102,14 @@ class AllGatherConfig(Section):
     entropy_coder: Literal["auto", "zstd"] = "auto"
     """The entropy coder. "auto" takes the fastest one that works on the parameters' device."""
 
-    verify_interval: int = _integer(0, at_least=0)
+    verify_interval: int = integer(0, at_least=0)
     """
     Every how many gathers of a parameter group the ranks compare checksums of what they rebuilt.
     0 means never.
     """
 
     parameters: list[str] = field(
-        default_factory=lambda: ["*"], metadata=_rule("one or more patterns", _is_patterns)
+        default_factory=lambda: ["*"], metadata=rule("one or more patterns", is_patterns)
     )
     """
     Patterns (fnmatch) of the names of the parameters that are compressed; the others are sent as
@@ -330,7 +129,7 @@ class AllGatherConfig(Section):
         return self.compression in ("auto", "observe")
 
     def _check(self) -> None:
-        _check_left_at_default(
+        check_left_at_default(
             self,
             ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"),
             'compression = "auto" or "observe"',
@@ -365,13 +164,13 @@ class ReduceScatterConfig(Section):
     the same sum.
     """
 
-    warmup_steps: int = _integer(30, at_least=3)
+    warmup_steps: int = integer(30, at_least=3)
     """
     Steps of plain FSDP2 whose gradients compression "auto" samples, in at most 1 % of their time,
     before it chooses.
     """
 
-    reselect_interval: int = _integer(100, at_least=0)
+    reselect_interval: int = integer(100, at_least=0)
     """
     Steps from one choice of compression "auto" to the next. 0 means that the first choice stays.
     A choice waits while another of the job, of gathers or of gradients, is on trial.
@@ -393,7 +192,7 @@ class ReduceScatterConfig(Section):
         return self.compression == "auto"
 
     def _check(self) -> None:
-        _check_left_at_default(
+        check_left_at_default(
             self, ("warmup_steps", "reselect_interval"), 'compression = "auto"', self.chooses
         )
 
@@ -408,26 +207,26 @@ class RoutingTraceConfig(Section):
     `narrowcast trace show` and `narrowcast placement plan` read. Training is not changed.
     """
 
-    file: str = _checked(
+    file: str = checked(
         "routing_trace.safetensors",
         "a path, not empty",
-        lambda value: _is_text(value) and bool(value),
+        lambda value: is_text(value) and bool(value),
     )
     """Where the trace goes, after the last recorded step. Relative to dump_folder."""
 
-    first_step: int = _integer(1, at_least=1)
+    first_step: int = integer(1, at_least=1)
     """The first recorded step."""
 
-    num_steps: int = _integer(1, at_least=1)
+    num_steps: int = integer(1, at_least=1)
     """How many steps are recorded."""
 
-    interval: int = _integer(1, at_least=1)
+    interval: int = integer(1, at_least=1)
     """Every how many steps one is recorded, from first_step on."""
 
     scores: bool = False
     """Record the routing scores of the selected experts too: 4 bytes each, where an id takes 1."""
 
-    max_mib: int = _integer(256, at_least=1)
+    max_mib: int = integer(256, at_least=1)
     """
     Limit of the file's size. Where the tokens of the chosen steps take more, evenly spaced ones of
     every step are recorded.
@@ -438,7 +237,7 @@ class RoutingTraceConfig(Section):
 class PlacementConfig(Section):
     path = "narrowcast.placement"
 
-    file: str = _checked("", "a path; empty for none", _is_text)
+    file: str = checked("", "a path; empty for none", is_text)
     """
     Train with the placement of this file (`narrowcast placement plan`). One of file, trace and
     after_steps switches placement on. Losses are those of training without: only where experts
@@ -446,19 +245,19 @@ class PlacementConfig(Section):
     Needs parallelism.expert_parallel_degree > 1.
     """
 
-    trace: str = _checked("", "a path; empty for none", _is_text)
+    trace: str = checked("", "a path; empty for none", is_text)
     """Plan a placement from this trace at the start, and train with it."""
 
-    after_steps: int = _integer(0, at_least=0)
+    after_steps: int = integer(0, at_least=0)
     """
     Watch the run's own first so many steps, plan a placement from them, and move the experts.
     0 means never.
     """
 
-    every_steps: int = _checked(
+    every_steps: int = checked(
         0,
         "0, or an integer of at least after_steps",
-        lambda value: _is_integer(value) and value >= 0,
+        lambda value: is_integer(value) and value >= 0,
     )
     """
     With after_steps: plan again every so many steps, each time from the after_steps steps before.
@@ -472,17 +271,17 @@ class PlacementConfig(Section):
     algorithm 1 of Occult. "random" and "contiguous" are for comparison.
     """
 
-    nodes: int = _integer(1, at_least=1)
+    nodes: int = integer(1, at_least=1)
     """
     Nodes that the ranks of an expert-parallel group are spread over. A placement is planned for the
     nodes first, then for the ranks of each. Method "rows" keeps groups of a node-limited router on
     one node.
     """
 
-    max_load: float = _checked(
+    max_load: float = checked(
         0.0,
         "0, or a number of at least 1",
-        lambda value: _is_number(value) and (value == 0 or value >= 1),
+        lambda value: is_number(value) and (value == 0 or value >= 1),
     )
     """
     Bound on the assignments of the busiest rank over the mean, for method "rows". It comes before
@@ -490,8 +289,8 @@ class PlacementConfig(Section):
     there are ranks lifts it.
     """
 
-    cross_node_weight: float = _checked(
-        0.0, "a number of at least 0", lambda value: _is_number(value) and value >= 0
+    cross_node_weight: float = checked(
+        0.0, "a number of at least 0", lambda value: is_number(value) and value >= 0
     )
     """
     What one more node of a token costs, in rows within a node, for method "rows" and nodes > 1.
@@ -541,7 +340,7 @@ class DispatchConfig(Section):
     parallelism.expert_parallel_degree > 1.
     """
 
-    nodes: int = _integer(1, at_least=1)
+    nodes: int = integer(1, at_least=1)
     """
     With more than 1: the nodes that an expert-parallel group is spread over. A token crosses once
     to each node, and is passed on within it. Worthwhile where links between nodes are much slower

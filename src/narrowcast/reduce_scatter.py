@@ -14,10 +14,11 @@ from narrowcast.agreement import check_no_later_groups, check_settings, modules_
 from narrowcast.attribution import counted_by_caller
 from narrowcast.autotune import host_coder
 from narrowcast.autotune.gradient_controller import GradientController
-from narrowcast.config import ReduceScatterConfig, takes_settings_of
+from narrowcast.config import ReduceScatterConfig
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.reducescatter.comm import NarrowReduceScatter
+from narrowcast.section import takes_settings_of
 from narrowcast.steps import StepHook
 from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
 from narrowcast.telemetry.ledger import beyond_baseline

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from torchtitan.trainer import Trainer
 
-from narrowcast.config import renamed_value, unknown_key
+from narrowcast.section import renamed_value, unknown_key
 from torchtitan_ext.config import JobConfig, with_narrowcast
 from torchtitan_ext.private import BaseError, load_base_config
 from torchtitan_ext.toml import schema

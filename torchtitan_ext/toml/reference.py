@@ -9,7 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Literal, get_origin
 
-from narrowcast.config import NarrowcastConfig, allowed_values, defaults, meanings
+from narrowcast.config import NarrowcastConfig
+from narrowcast.section import allowed_values, defaults, meanings
 from narrowcast.util import write_text
 from torchtitan_ext.toml.writer import to_literal
 
