@@ -17,6 +17,7 @@ from tests.narrowcast.autotune.test_controller import FAST, SLOW, on_a_link
 from tests.narrowcast.autotune.test_gradient_controller import on_this_link
 from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import local, same_bits
+from tests.wide import wide_but
 
 SOON_S = 60  # the machine may be busy; a rank that hangs does so for minutes
 
@@ -94,7 +95,11 @@ def _skips_where_all_look(skipped: int, seconds_per_byte: float) -> None:
 # Within the warm-up, and between two choices; where all shards are narrowed, and where none is.
 @pytest.mark.parametrize(
     ("skipped", "link"),
-    [(1, SLOW), (4, SLOW), pytest.param(4, FAST, marks=pytest.mark.wide)],
+    [
+        pytest.param(1, SLOW, marks=pytest.mark.wide),
+        (4, SLOW),
+        pytest.param(4, FAST, marks=pytest.mark.wide),
+    ],
 )
 def test_where_all_ranks_sample_shards_a_skipped_step_is_an_error_on_all(
     ranks, skipped: int, link: float
@@ -128,21 +133,23 @@ _GATHERS = partial(narrow_all_gather, **_OFTEN)
 _FIXED_GATHERS = partial(narrow_all_gather, compression="delta")
 
 
+# What is narrowed, in which order; the steps that rank 1 skips; whether gathers are asynchronous.
+SKIPPED: dict[str, tuple[list[Callable], list[int], bool]] = {
+    "within the warm-up": ([_GRADIENTS], [1], False),
+    "asynchronous gathers": ([_GRADIENTS], [1], True),
+    "two between choices": ([_GRADIENTS], [4, 6], False),
+    "both": ([_GATHERS, _GRADIENTS], [1], False),
+    "both, gradients first": ([_GRADIENTS, _GATHERS], [4, 6], False),
+    "fixed gathers": ([_FIXED_GATHERS, _GRADIENTS], [4], False),
+    "fixed gathers, gradients first": ([_GRADIENTS, _FIXED_GATHERS], [4], False),
+}
+
+
 @pytest.mark.parametrize(
-    ("narrowed", "skipped", "is_async"),
-    [
-        pytest.param([_GRADIENTS], [1], False, id="within the warm-up"),
-        pytest.param([_GRADIENTS], [1], True, id="asynchronous gathers"),
-        pytest.param([_GRADIENTS], [4, 6], False, id="two between choices"),
-        pytest.param([_GATHERS, _GRADIENTS], [1], False, id="both"),
-        pytest.param([_GRADIENTS, _GATHERS], [4, 6], False, id="both, gradients first"),
-        pytest.param([_FIXED_GATHERS, _GRADIENTS], [4], False, id="fixed gathers"),
-        pytest.param([_GRADIENTS, _FIXED_GATHERS], [4], False, id="fixed gathers, gradients first"),
-    ],
+    "case", wide_but(SKIPPED, "asynchronous gathers", "both, gradients first", "fixed gathers")
 )
-def test_where_gradients_are_chosen_a_skipped_step_is_an_error_on_all(
-    ranks, narrowed: list[Callable], skipped: list[int], is_async: bool
-) -> None:
+def test_where_gradients_are_chosen_a_skipped_step_is_an_error_on_all(ranks, case: str) -> None:
+    narrowed, skipped, is_async = SKIPPED[case]
     outcomes = ranks(3).outcomes(_skips_under, narrowed, skipped, is_async, timeout_s=SOON_S)
     assert {outcome.type for outcome in outcomes} == {"OutOfStepError"}
     assert len({outcome.message for outcome in outcomes}) == 1

@@ -161,7 +161,14 @@ def test_observing_reports_what_it_would_choose_and_changes_nothing(ranks) -> No
             assert "would be chosen (nothing is applied)" in "\n".join(records)
 
 
-@pytest.mark.parametrize(("reshard", "share"), [(True, 0.0), (True, 0.3), (2, 0.8)])
+@pytest.mark.parametrize(
+    ("reshard", "share"),
+    [
+        pytest.param(True, 0.0, marks=pytest.mark.wide),
+        (True, 0.3),
+        pytest.param(2, 0.8, marks=pytest.mark.wide),
+    ],
+)
 def test_the_budget_is_never_exceeded(ranks, reshard: bool | int, share: float) -> None:
     setup = Setup(steps=7, reshard=reshard)
     world_size = 4 if reshard == 2 else 2

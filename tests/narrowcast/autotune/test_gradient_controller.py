@@ -144,7 +144,6 @@ def _both_auto(gradients_first: bool, losses: dict[str, float]) -> dict[str, Any
     "case",
     wide_but(
         ["slow gathers", "slow gathers last", "slow gradients", "slow gradients last"],
-        "slow gathers",
         "slow gradients",
     ),
 )

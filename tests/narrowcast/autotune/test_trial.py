@@ -18,6 +18,7 @@ from narrowcast.autotune.step_watch import COLD_STEPS, WINDOW
 from narrowcast.autotune.trial import Proposal
 from tests.narrowcast.autotune.test_controller import SLOW, _compressions, _narrow, on_a_link
 from tests.narrowcast.training import Setup, build, same_bits, state_of, train
+from tests.wide import wide_but
 
 WARMUP = 12
 JUDGED = WARMUP + COLD_STEPS + WARMUP - 1  # the first step is not timed: it has no beginning
@@ -129,7 +130,7 @@ def test_a_choice_that_makes_no_step_slower_is_kept(ranks, tmp_path) -> None:
     )
 
 
-@pytest.mark.parametrize("conditions_change", [False, True])
+@pytest.mark.parametrize("conditions_change", wide_but([False, True], True))
 def test_what_was_undone_is_not_tried_again_until_conditions_change(
     ranks, conditions_change: bool
 ) -> None:
