@@ -125,8 +125,9 @@ def test_caches_of_exponents_train_as_plain_in_every_mode_of_fsdp(ranks, mode: s
     _in_mode(ranks, mode, "exponent", "blocks-hash")
 
 
-def test_per_block_inductor_trains_as_plain(ranks) -> None:
-    _assert_trains_as_plain(ranks(2), Setup(backend="inductor", steps=3), "delta")
+@pytest.mark.parametrize("backend", wide_but(["aot_eager", "inductor"], "aot_eager"))
+def test_compiled_blocks_train_as_plain(ranks, backend: str) -> None:
+    _assert_trains_as_plain(ranks(2), Setup(backend=backend, steps=3), "delta")
 
 
 def _differing_in_short_runs(setup: Setup, compressions: dict[str, dict]) -> list[str]:

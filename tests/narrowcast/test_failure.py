@@ -182,7 +182,8 @@ def _scenario(name: str) -> Setup:
 
 
 def test_a_rank_that_fails_in_any_function_of_a_step_ends_all_with_its_error() -> None:
-    assert _assert_all_alike(_scenario("delta")) > 40
+    """One function in two; the wide test below tries every line."""
+    assert _assert_all_alike(_scenario("delta"), stride=2) > 20
 
 
 def test_a_rank_that_fails_where_compressions_are_chosen_ends_all_with_its_error() -> None:

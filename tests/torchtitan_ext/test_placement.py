@@ -16,6 +16,7 @@ from narrowcast.placement.trace import RoutingTrace, load_trace
 from tests.narrowcast.training import same_bits
 from tests.ranks import Raised, Ranks
 from tests.torchtitan_ext.tiny import Trained, build, norms, once, train, train_plain, write_toml
+from tests.wide import wide_but
 from torchtitan_ext.traces import run as traces
 
 EP2 = ("--parallelism.expert_parallel_degree", "2")
@@ -179,8 +180,11 @@ def _flat(prefix: str, nested: object) -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize(
     ("world_size", "flags"),
-    [(2, EP2), (4, EP4), (2, ())],
-    ids=["EP 2", "EP 4", "EP 1, without the plugin"],
+    [
+        pytest.param(2, EP2, id="EP 2", marks=pytest.mark.wide),
+        pytest.param(4, EP4, id="EP 4"),
+        pytest.param(2, (), id="EP 1, without the plugin"),
+    ],
 )
 def test_a_placed_run_resumes_anywhere(
     ranks, folder: Path, saved: dict[str, Path], world_size: int, flags: tuple[str, ...]
@@ -301,7 +305,7 @@ def test_a_trace_holds_every_token_of_the_chosen_steps_once(ranks, folder: Path)
     assert trace.scores_LTK is None
 
 
-@pytest.mark.parametrize("degree", ["1", "2"])
+@pytest.mark.parametrize("degree", wide_but(["1", "2"], "2"))
 def test_tensor_parallel_ranks_record_a_token_once(ranks, folder: Path, degree: str) -> None:
     """They share the tokens out with expert parallelism, and all have the same ones without."""
     flags = ("--parallelism.tensor_parallel_degree", "2", *EP2[:1], degree)

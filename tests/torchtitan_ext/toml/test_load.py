@@ -627,6 +627,7 @@ def test_of_a_wrong_config_other_ranks_say_nothing(command_line, write, capsys, 
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.wide  # the launch of another wrong file runs always (test_launch.py)
 def test_a_wrong_file_ends_the_launch_with_code_2_and_a_message_alone(write):
     ended = subprocess.run(
         [sys.executable, "-m", "torchtitan_ext.train", "--job.config_file", write("[x]\n")],
