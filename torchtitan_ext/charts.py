@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from narrowcast.config import NarrowcastConfig
 from narrowcast.telemetry.changes import SHARD_TYPES
-from narrowcast.telemetry.step_volume import COLLECTIVES
+from narrowcast.telemetry.step_volume import COLLECTIVES, OF_PARAMETERS
 
 COMPRESSIONS = ("delta", "exponent", "entropy", "none")
 
@@ -111,6 +111,25 @@ CHARTS: dict[str, tuple[Chart, ...]] = {
                 f"bits_per_parameter/{part}"
                 for part in ("first_gather", "later_gathers", "gradients")
             ),
+            _counts,
+        ),
+        Chart(
+            "bits a parameter that enter a node: sent, and of the baseline (ring)",
+            ("bits_per_parameter/into_node", "bits_per_parameter/into_node_plain"),
+            _counts,
+        ),
+        Chart(
+            "bytes that enter a node a step: sent, and of the baseline (ring)",
+            tuple(
+                f"{bytes}/{name}"
+                for bytes in ("bytes_into_node", "plain_bytes_into_node")
+                for name in OF_PARAMETERS
+            ),
+            _counts,
+        ),
+        Chart(
+            "bytes sent within a node a step",
+            tuple(f"bytes_within_node/{name}" for name in OF_PARAMETERS),
             _counts,
         ),
         Chart("share of gradients that are zero", ("zero_gradients",), _counts_zeros),

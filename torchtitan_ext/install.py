@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from narrowcast.agreement import topology_of
 from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.autotune.controller import Controller
 from narrowcast.autotune.gradient_controller import GradientController
@@ -61,7 +62,9 @@ class Installed:
         if switches.reduce_scatter.enable:
             self.narrowed_gradients = _narrow(narrow_reduce_scatter, trainer, "reduce_scatter")
         if switches.volume.enable and not self.handles:
-            self.counted = count_volume(param_groups(*trainer.model_parts), trainer.optimizers)
+            groups = param_groups(*trainer.model_parts)
+            topology = topology_of(groups, switches.topology.ranks_per_node, None)
+            self.counted = count_volume(groups, trainer.optimizers, topology)
         metrics = trainer.metrics_processor
         if self.ledger is not None:
             self._count_tokens(trainer, self.ledger)
@@ -143,6 +146,7 @@ def _narrow(narrow: Callable, trainer: Any, section: str) -> Any:
             trainer.optimizers,
             report=Path(trainer.config.dump_folder) / "selection",
             volume=narrowcast.volume.enable,
+            ranks_per_node=narrowcast.topology.ranks_per_node,
             **arguments,
         )
     except ValueError as error:

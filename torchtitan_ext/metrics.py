@@ -77,4 +77,7 @@ def console_line(step: int, volume: StepVolume) -> str:
         line += f", later {volume.later.bits_per_parameter:.2f}"
     if volume.gradients.parameters:
         line += f", gradients {volume.gradients.bits_per_parameter:.2f}"
+    bits, plain_bits = volume.bits_into_node
+    if plain_bits:
+        line += f"; into a node {bits:.2f} (baseline {plain_bits:.2f})"
     return line

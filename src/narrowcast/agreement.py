@@ -1,6 +1,7 @@
 """The checks of a model and its settings, of which every rank raises what one of them finds."""
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from narrowcast.attribution import counted_by_caller
 from narrowcast.errors import SettingsError
 from narrowcast.fsdp2 import ParamGroup, param_groups, shard_world_sizes
+from narrowcast.topology import Topology, find_topology
+
+logger = logging.getLogger(__name__)
 
 
 def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
@@ -91,6 +95,40 @@ def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], nar
             f"fully_shard was applied to {', '.join(later)} after {narrowed}, which does not know "
             "these parameters: narrow the model after the last fully_shard"
         )
+
+
+def topology_of(
+    groups: list[ParamGroup], ranks_per_node: int | str, job: dist.ProcessGroup | None
+) -> Topology:
+    """Where the ranks of these parameter groups are. Every rank of the job must call this."""
+    return find_topology(
+        ranks_per_node, [one for group in groups for one in group.process_groups], job
+    )
+
+
+def groups_between_nodes(
+    groups: list[ParamGroup], topology: Topology, collective: str, *, warns: bool
+) -> list[ParamGroup]:
+    """The parameter groups that are sharded over several nodes. The others are left to baseline
+    FSDP2, which is said once.
+
+    Args:
+        collective: of the groups, in the message.
+        warns: whether the caller's settings ask for something else.
+    """
+    far = [group for group in groups if not topology.is_local(group.process_group)]
+    if len(far) < len(groups) and dist.get_rank() == 0:
+        logger.log(
+            logging.WARNING if warns else logging.INFO,
+            "narrowcast: the %s of %d of %d parameter groups is left to baseline FSDP2, since all "
+            "its ranks are on one node (ranks_per_node = %d). If each rank has a slow link of its "
+            "own, give ranks_per_node = 1",
+            collective,
+            len(groups) - len(far),
+            len(groups),
+            topology.ranks_per_node,
+        )
+    return far
 
 
 @counted_by_caller()

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
+from narrowcast.agreement import (
+    check_no_later_groups,
+    check_settings,
+    groups_between_nodes,
+    modules_of,
+    sharded_groups,
+    topology_of,
+)
 from narrowcast.allgather.announcer import Announcer
 from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.comm import NarrowAllGather
@@ -23,7 +30,7 @@ from narrowcast.autotune import host_coder
 from narrowcast.autotune.controller import Controller, Rules
 from narrowcast.autotune.sampling import Sampler
 from narrowcast.autotune.step_barrier import wait_for_gather
-from narrowcast.config import AllGatherConfig
+from narrowcast.config import AllGatherConfig, TopologyConfig
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.section import takes_settings_of
@@ -31,6 +38,7 @@ from narrowcast.steps import StepHook
 from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
 from narrowcast.telemetry.ledger import beyond_baseline
 from narrowcast.telemetry.narrowed import GatherTelemetry
+from narrowcast.topology import Topology
 from narrowcast.util import own_mode
 from narrowcast.wire import floats
 from narrowcast.wire.coders import find_coder
@@ -171,6 +179,7 @@ def narrow_all_gather(
     report: str | Path | None = None,
     volume: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    ranks_per_node: int | str = "auto",
     **settings: Any,
 ) -> NarrowedModel:
     """Sends fewer bytes in the parameter all-gathers of an FSDP2 model; no bit of them changes.
@@ -187,6 +196,9 @@ def narrow_all_gather(
         volume: Whether to count the bytes of all collectives, in the handle's ``ledger``.
         process_group: The ranks that make this call, each for its part of the model; ``None``
             stands for all. What one of them cannot go on from, all of them raise.
+        ranks_per_node: Consecutive ranks of the job on each node, where they share its link to the
+            others: payloads cross between nodes, and within a node nothing is compressed. "auto":
+            LOCAL_WORLD_SIZE, as torchrun sets it. 1: every rank has a link of its own.
         settings: The keys of ``narrowcast.config.AllGatherConfig``; see below.
 
     Raises:
@@ -197,6 +209,7 @@ def narrow_all_gather(
     config, schemes, error = AllGatherConfig(), {}, None
     try:
         config = AllGatherConfig.of(settings)
+        TopologyConfig.of({"ranks_per_node": ranks_per_node})
         groups = sharded_groups(model)
         schemes = _schemes_of(groups, optimizer, config)
         check_volume(groups, optimizer, volume)
@@ -204,10 +217,15 @@ def narrow_all_gather(
             raise ValueError(f"report = {report!r}: must be a path, or None")
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
+    agreed = {**asdict(config), "volume": volume, "ranks_per_node": ranks_per_node}
+    check_settings(groups, agreed, error, process_group)
     job = job_of(process_group)
-    counted = count_volume(groups, optimizer) if volume else None
-    comms = [] if _is_left_plain(groups, config) else _comms_of(groups, schemes, config, counted)
+    topology = topology_of(groups, ranks_per_node, process_group)
+    far = groups_between_nodes(groups, topology, "all-gather", warns=not config.chooses)
+    counted = count_volume(groups, optimizer, topology) if volume else None
+    comms = []
+    if far and not _is_left_plain(far, config):
+        comms = _comms_of(far, schemes, config, counted, topology)
     controller = None
     if config.chooses and comms:
         compressed = {n for n, scheme in schemes.items() if scheme.compression != "none"}
@@ -240,6 +258,7 @@ def _comms_of(
     schemes: dict[str, Scheme],
     config: AllGatherConfig,
     counted: CountedModel | None,
+    topology: Topology,
 ) -> list[NarrowAllGather]:
     """The all-gathers of all parameter groups of which anything is to be compressed."""
     copies, prefetcher = host_copies(groups[0].device, config.cache_device), Prefetcher()
@@ -250,6 +269,7 @@ def _comms_of(
             find_coder(config.entropy_coder),
             config.verify_interval,
             GatherTelemetry(counted.ledger if counted else None),
+            topology,
             copies=copies,
             prefetcher=prefetcher,
         )

@@ -23,6 +23,23 @@ _OLD_COMPRESSIONS = {"value": "delta", "coded": "entropy", "raw": "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class TopologyConfig(Section):
+    path = "narrowcast.topology"
+
+    ranks_per_node: int | str = checked(
+        "auto",
+        '"auto" or an integer of at least 1',
+        lambda value: value == "auto" or (is_integer(value) and value >= 1),
+    )
+    """
+    Consecutive ranks of the job that are on the same node, and share its link to the others.
+    Gathers and gradients of several ranks on each of several nodes cross between nodes compressed,
+    and are completed within each node; those within one node are left to plain FSDP2. "auto": as
+    many as torchrun started on each node (LOCAL_WORLD_SIZE). 1: every rank has a link of its own.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class AllGatherConfig(Section):
     path = "narrowcast.all_gather"
     renamed: ClassVar = {
@@ -375,6 +392,7 @@ class VolumeConfig(Section):
 class NarrowcastConfig:
     """All sections, by the names that they have in TOML."""
 
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
     all_gather: AllGatherConfig = field(default_factory=AllGatherConfig)
     reduce_scatter: ReduceScatterConfig = field(default_factory=ReduceScatterConfig)
     routing_trace: RoutingTraceConfig = field(default_factory=RoutingTraceConfig)

@@ -10,7 +10,8 @@ recurse, cannot be undone, and do not report which parameter lies where in the g
 ``_functional_collectives``: ``torch.distributed`` has no hook that sees every collective. To count
 them, functions are replaced while a ledger runs (``telemetry.collectives``), DTensor's among them.
 
-``distributed_c10d``: the store and the process groups of the job have no public getters.
+``distributed_c10d``: the store and the process groups of the job have no public getters, and
+several collectives start as one only by ``_coalescing_manager``.
 
 ``local_shape_and_offset``: ``DTensor`` has no public method that reports other ranks' parts.
 
@@ -23,7 +24,7 @@ code looks for a parameter in a reduced buffer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -41,7 +42,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllocMixin,
     DefaultReduceScatter,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import (
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    TrainingState,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._utils import (
@@ -56,6 +61,7 @@ __all__ = [
     "ReduceScatter",
     "WorkThatFinishes",
     "close_connections",
+    "coalesced",
     "default_store",
     "functional_collectives",
     "functional_operators",
@@ -120,6 +126,22 @@ class ParamGroup:
     def process_group(self) -> dist.ProcessGroup:
         """The ranks over which the parameters are sharded."""
         return self._group.mesh_info.shard_process_group
+
+    @property
+    def replicas(self) -> int:
+        """How many times the parameters are there, each time sharded over a process group."""
+        mesh_info = self._group.mesh_info
+        return mesh_info.replicate_mesh_size if isinstance(mesh_info, HSDPMeshInfo) else 1
+
+    @property
+    def process_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """``process_group``, and the smaller one over which the parameters are gathered again with
+        ``reshard_after_forward`` an integer."""
+        after = self._group.post_forward_mesh_info
+        smaller = after.shard_process_group if isinstance(after, FSDPMeshInfo) else None
+        if smaller is None or smaller.group_name == self.process_group.group_name:
+            return (self.process_group,)
+        return self.process_group, smaller
 
     @property
     def device(self) -> torch.device:
@@ -374,6 +396,14 @@ def close_connections() -> None:
 
 
 _UNUSED_TAG = 0x6E617263  # nobody sends with it
+
+
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[object]:
+    """Starts the collectives within it together, where the backend can: NCCL alone. On gloo they
+    fail, and run one after the other instead."""
+    if dist.get_backend(group) != dist.Backend.NCCL:
+        return nullcontext()
+    return dist.distributed_c10d._coalescing_manager(group, device=device)
 
 
 def is_default(comm: AllGather | ReduceScatter) -> bool:

@@ -10,11 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from narrowcast.agreement import check_no_later_groups, check_settings, modules_of, sharded_groups
+from narrowcast.agreement import (
+    check_no_later_groups,
+    check_settings,
+    groups_between_nodes,
+    modules_of,
+    sharded_groups,
+    topology_of,
+)
 from narrowcast.attribution import counted_by_caller
 from narrowcast.autotune import host_coder
 from narrowcast.autotune.gradient_controller import GradientController
-from narrowcast.config import ReduceScatterConfig
+from narrowcast.config import ReduceScatterConfig, TopologyConfig
 from narrowcast.errors import Job, job_of
 from narrowcast.fsdp2 import ParamGroup, is_default
 from narrowcast.reducescatter.comm import NarrowReduceScatter
@@ -23,6 +30,7 @@ from narrowcast.steps import StepHook
 from narrowcast.telemetry.counted import CountedModel, check_volume, count_volume, uncounted
 from narrowcast.telemetry.ledger import beyond_baseline
 from narrowcast.telemetry.narrowed import ReductionTelemetry
+from narrowcast.topology import Topology
 from narrowcast.wire.coders import find_coder
 
 
@@ -99,6 +107,7 @@ def narrow_reduce_scatter(
     report: str | Path | None = None,
     volume: bool = True,
     process_group: dist.ProcessGroup | None = None,
+    ranks_per_node: int | str = "auto",
     **settings: Any,
 ) -> NarrowedGradients:
     """Sends fewer bytes in the gradient reduce-scatters of an FSDP2 model.
@@ -123,6 +132,9 @@ def narrow_reduce_scatter(
         volume: Whether to count the bytes of all collectives, in the handle's ``ledger``.
         process_group: The ranks that make this call, each for its part of the model; ``None``
             stands for all. What one of them cannot go on from, all of them raise.
+        ranks_per_node: Consecutive ranks of the job on each node, where they share its link to the
+            others: payloads cross between nodes, and within a node nothing is compressed. "auto":
+            LOCAL_WORLD_SIZE, as torchrun sets it. 1: every rank has a link of its own.
         settings: The keys of ``narrowcast.config.ReduceScatterConfig``; see below.
 
     Raises:
@@ -133,6 +145,7 @@ def narrow_reduce_scatter(
     config, error = ReduceScatterConfig(), None
     try:
         config = ReduceScatterConfig.of(settings)
+        TopologyConfig.of({"ranks_per_node": ranks_per_node})
         groups = sharded_groups(model)
         check_volume(groups, optimizer, volume)
         _check_plain(groups)
@@ -145,10 +158,15 @@ def narrow_reduce_scatter(
             raise ValueError(f"report = {report!r}: must be a path, or None")
     except ValueError as wrong:
         error = wrong
-    check_settings(groups, {**asdict(config), "volume": volume}, error, process_group)
+    agreed = {**asdict(config), "volume": volume, "ranks_per_node": ranks_per_node}
+    check_settings(groups, agreed, error, process_group)
     job = job_of(process_group)
-    counted = count_volume(groups, optimizer) if volume else None
-    comms = [] if _is_left_plain(groups, config) else _comms_of(groups, config, counted, job)
+    topology = topology_of(groups, ranks_per_node, process_group)
+    far = groups_between_nodes(groups, topology, "reduce-scatter", warns=not config.chooses)
+    counted = count_volume(groups, optimizer, topology) if volume else None
+    comms = []
+    if far and not _is_left_plain(far, config):
+        comms = _comms_of(far, config, counted, job, topology)
     selection = None
     if config.chooses and comms:
         folder = None if report is None else Path(report)
@@ -183,6 +201,7 @@ def _comms_of(
     config: ReduceScatterConfig,
     counted: CountedModel | None,
     job: Job,
+    topology: Topology,
 ) -> list[NarrowReduceScatter]:
     return [
         NarrowReduceScatter(
@@ -191,6 +210,7 @@ def _comms_of(
             find_coder(config.entropy_coder),
             ReductionTelemetry(counted.ledger if counted else None),
             job,
+            topology,
         )
         for group in groups
     ]

@@ -108,7 +108,7 @@ class Section:
             if name not in allowed:
                 raise ValueError(f"{name} = {value!r}: {unknown_key(name, allowed, cls.renamed)}")
         try:
-            return cls(enable=True, **settings)
+            return cls(**({"enable": True} if "enable" in defaults(cls) else {}), **settings)
         except ValueError as error:
             raise ValueError(str(error).removeprefix(f"{cls.path}.")) from None
 

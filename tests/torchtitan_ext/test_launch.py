@@ -87,6 +87,7 @@ def test_where_nothing_is_wrong_the_job_begins() -> None:
     assert (out, others_out) == ("a word\n", "")
 
 
+@pytest.mark.wide  # of two ranks that torchtitan's imports slow down
 def test_torchrun_ends_with_one_line_of_ours_and_code_2_of_every_rank(
     folder: Path, tmp_path: Path
 ) -> None:

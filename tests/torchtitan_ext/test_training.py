@@ -77,6 +77,19 @@ def test_every_layout_trains_as_plain_torchtitan(ranks, folder: Path, name: str)
         _assert_coded(narrowed, than=plain)
 
 
+def test_two_nodes_of_two_ranks_train_as_plain_torchtitan(ranks, folder: Path) -> None:
+    """Experts are sharded over a rank of each node, and everything else in two levels."""
+    flags, nodes = LAYOUTS["ep 2"], ("--narrowcast.topology.ranks_per_node", "2")
+    plain = once(ranks(4), folder, *flags)
+    narrowed = _run(ranks(4), folder, "two nodes", *ON, *flags, *nodes)
+    _assert_same(plain, narrowed)
+    last = narrowed[0].metrics[-1]
+    bits, plain_bits = (
+        last[f"narrowcast/bits_per_parameter/{name}"] for name in ("into_node", "into_node_plain")
+    )
+    assert bits < 0.8 * plain_bits
+
+
 @pytest.mark.parametrize("kind", ["full", "selective"])
 def test_recomputation_trains_as_plain_torchtitan(ranks, folder: Path, kind: str) -> None:
     toml = write_toml(folder, folder / "corpus", folder / kind)
@@ -308,6 +321,7 @@ def test_torchrun_launches_it(folder: Path, entry: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", entry, *ENTRIES[entry]]
     command += ["--job.config_file", str(toml), "--training.steps", "2", *ON, *GRADIENTS]
+    command += ["--narrowcast.topology.ranks_per_node", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     launched = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert launched.returncode == 0, launched.stderr[-3000:]

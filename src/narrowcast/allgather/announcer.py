@@ -10,7 +10,8 @@ from narrowcast.wire.exchange import largest_sizes
 
 @dataclass
 class Announcer:
-    """Exchanges the sizes of what the ranks of a process group have prepared, in one collective.
+    """Exchanges the sizes of what the ranks of a process group have prepared, in one collective
+    among those that exchange payloads.
 
     It does so before the first gather of a forward, which every rank knows from the order of
     gathers.
@@ -44,7 +45,7 @@ class Announcer:
         states = [comm.whole_state() for comm in comms]
         sizes = [state.next_size for state in states]
         first = comms[0]
-        process_group = first.group.process_group
+        process_group = first.topology.payload_group(first.group.process_group)
         with counted_by_caller():
             largest = largest_sizes(sizes, process_group, first.group.device, first.wait)
         first.telemetry.on_small_all_reduce(8 * len(sizes), process_group)

@@ -8,8 +8,12 @@
 Sizes are announced at a place that all ranks reach, whether or not each of them has taken a step of
 the optimizer: a rank that skips a step must not leave the others waiting.
 
-No rank raises alone: whatever is wrong with a payload, all ranks have received it. What a rank may
-still meet alone (no memory, a bug) becomes the error of all ranks in ``Job.together``.
+Where a process group has several ranks on each of several nodes, payloads cross between the ranks
+in the same place of each node, and each node completes the gather within itself (``two_levels``).
+
+No rank raises alone: whatever is wrong with a payload, all ranks have received it, or learn of it
+within their node. What a rank may still meet alone (no memory, a bug) becomes the error of all
+ranks in ``Job.together``.
 """
 
 import logging
@@ -26,6 +30,7 @@ from narrowcast.allgather.codec import Scheme
 from narrowcast.allgather.gather import Gather, GatherState, describe
 from narrowcast.allgather.offload import HostCopies, Prefetcher
 from narrowcast.allgather.shard_codec import Prepared, ShardCodec
+from narrowcast.allgather.two_levels import complete_within
 from narrowcast.attribution import counted_by_caller
 from narrowcast.errors import Job
 from narrowcast.fsdp2 import (
@@ -37,6 +42,7 @@ from narrowcast.fsdp2 import (
 )
 from narrowcast.telemetry.ledger import Ledger
 from narrowcast.telemetry.narrowed import GatherTelemetry
+from narrowcast.topology import FLAT, Topology
 from narrowcast.util import ordinary, own_mode
 from narrowcast.wire.coders import Coder
 from narrowcast.wire.exchange import start_round
@@ -53,6 +59,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         schemes: by parameter name; ``None``: the shards are gathered by ``plain``.
         verify_interval: gathers from one comparison of checksums to the next; 0: none.
         telemetry: is called at each event that may be counted or timed.
+        topology: where the ranks are. Gathers within a node are left to ``plain``.
         plain: the group's own all-gather.
         states: by process group (FSDP2 gathers other shards over smaller groups with
             ``reshard_after_forward`` an int) and by parameters, sizes and dtypes as they were when
@@ -70,6 +77,7 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     coder: Coder
     verify_interval: int = 0
     telemetry: GatherTelemetry = field(default_factory=GatherTelemetry)
+    topology: Topology = FLAT
     plain: AllGather | None = None
     states: dict[tuple[str, tuple[ShardedParam, ...]], GatherState] = field(default_factory=dict)
     copies: HostCopies | None = None
@@ -105,7 +113,9 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
             if self.before is not None:
                 with own_mode():
                     self.before(self)
-            self.telemetry.on_gather(group, input_tensor.numel())
+            if self.topology.is_local(group):
+                return self._gather_plainly(output_tensor, input_tensor, group, async_op)
+            self.telemetry.on_gather(self.topology.payload_group(group), input_tensor.numel())
             if self.schemes is None:
                 return self._gather_plainly(output_tensor, input_tensor, group, async_op)
             with own_mode():
@@ -171,7 +181,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         if key not in self.states:
             for other in [other for other in self.states if other[0] == key[0]]:
                 del self.states[other]  # of parameters that were cast since
-            self.states[key] = self._new_state(key[1], group.rank(), group.size())
+            payload_group = self.topology.payload_group(group)
+            self.states[key] = self._new_state(key[1], payload_group.rank(), payload_group.size())
         return self.states[key]
 
     def _new_state(
@@ -218,7 +229,8 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         """Sends this rank's payload; the function that is returned waits for those of the other
         ranks, and decodes them."""
         shard_bytes = input_tensor.contiguous().view(torch.uint8)
-        rows = output_tensor.view(group.size(), -1).view(torch.uint8)
+        rows_WB = output_tensor.view(group.size(), -1).view(torch.uint8)
+        levels, payload_group = self.topology.levels_of(group), self.topology.payload_group(group)
         state = self.state_of(group)
         if state.codec.shard_bytes != shard_bytes.numel():
             raise errors.SettingsError(
@@ -230,15 +242,19 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
         prepared = self._take_prepared(state, shard_bytes, group)
         with counted_by_caller():
             is_late = async_op or self.group.device.type == "cpu"
-            buffers, work = start_round(prepared.payload, state.padded_size, group, is_late)
-        gather = Gather(self.group, group, state, prepared, buffers, self.telemetry)
+            buffers, work = start_round(prepared.payload, state.padded_size, payload_group, is_late)
+        gather = Gather(self.group, payload_group, state, prepared, buffers, self.telemetry)
 
         def finish() -> None:
             self.prefetcher.finishes(state.codec.cache)
             if work is not None:
                 self.wait(work)
             with counted_by_caller():
-                gather.finish(rows)
+                if levels is None:
+                    gather.finish(rows_WB)
+                else:
+                    complete_within(rows_WB, gather.finish, levels)
+                self.telemetry.on_completed(group, shard_bytes.numel(), levels)
 
         return finish
 
@@ -261,4 +277,4 @@ class NarrowAllGather(DefaultAllocMixin, AllGather):
     def _together(self) -> AbstractContextManager[None]:
         if self.job is None:
             return nullcontext()
-        return self.job.together(describe(self.group))
+        return self.job.together(describe(self.group).removesuffix(":"))

@@ -84,7 +84,6 @@ class Gather:
             self.group,
             self.process_group,
             num_values=codec.num_values,
-            shard_bytes=prepared.shard_bytes.numel(),
             sent_bytes=sent_bytes,
             changes=prepared.changes,
         )

@@ -31,12 +31,14 @@ from narrowcast.autotune.links import CURVE_SHARE, Links, measure_links
 from narrowcast.autotune.stopwatch import Stopwatch
 from narrowcast.errors import Job
 from narrowcast.fsdp2 import ParamGroup
+from narrowcast.topology import FLAT, Topology
 from narrowcast.util import aligned
 from narrowcast.wire.coders import Coder
 
 _BLOCK_SIZE = 512  # values a block, of hashes
 
-_LinkKey = tuple[tuple[int, ...], int, int]  # ranks; bytes, and values, of their largest shard
+# Ranks on a node; ranks of the process group; bytes, and values, of their largest shard.
+_LinkKey = tuple[int, tuple[int, ...], int, int]
 _measured: WeakKeyDictionary[Job, dict[_LinkKey, Links]] = WeakKeyDictionary()
 
 
@@ -74,6 +76,7 @@ def calibrate(
     coders: dict[str, Coder],
     job: Job,
     *,
+    topology: Topology = FLAT,
     cache_device: str | None = None,
     seconds: float = 3.0,
 ) -> Calibration:
@@ -86,6 +89,7 @@ def calibrate(
             calibration of the job not again, unless their largest shard is another one.
         coders: to be measured, by name.
         job: the ranks that train together.
+        topology: where they are.
         cache_device: ``cpu`` where caches are to live in host memory.
         seconds: about how long it may take; slow links are measured up to smaller sizes.
     """
@@ -97,13 +101,13 @@ def calibrate(
         by_ranks.setdefault(ranks, []).append(group)
     together = Stopwatch([same[0].process_group for same in by_ranks.values()], device)
     known = _measured.setdefault(job, {})
-    keys = {ranks: _link_key(ranks, same) for ranks, same in by_ranks.items()}
+    keys = {ranks: _link_key(ranks, same, topology) for ranks, same in by_ranks.items()}
     (num_links,) = together.slowest([sum(key not in known for key in keys.values())])
     links = {}
     for ranks, same in by_ranks.items():
         key = keys[ranks]
         if key not in known:
-            known[key] = measure_links(ranks, same, device, seconds / num_links)
+            known[key] = measure_links(ranks, same, device, seconds / num_links, topology)
         links |= {group.process_group.group_name: known[key] for group in same}
     chunks = exponent_chunks(device)
     speeds = {name: measure_coder(name, coder, chunks, together) for name, coder in coders.items()}
@@ -122,10 +126,11 @@ def calibrate(
     return Calibration(links, speeds, hashing, comparing, host, took)
 
 
-def _link_key(ranks: tuple[int, ...], groups: list[ParamGroup]) -> _LinkKey:
+def _link_key(ranks: tuple[int, ...], groups: list[ParamGroup], topology: Topology) -> _LinkKey:
     """What ``measure_links`` depends on; the same on all of these ranks."""
     nbytes = max(group.shard_bytes for group in groups)
-    return ranks, nbytes, max(sum(group.numels) for group in groups)
+    largest = max(sum(group.numels) for group in groups)
+    return topology.ranks_per_node, ranks, nbytes, largest
 
 
 def _measure_host(largest: int, stopwatch: Stopwatch, seconds: float) -> HostLink:
@@ -148,9 +153,20 @@ def table(calibration: Calibration) -> str:
     and how fast coders are."""
     measured = {links.ranks: links for links in calibration.links.values()}
     rows = [["ranks", "all-gather", "reduce-scatter", "pairwise", "narrowed gather", "sizes"]]
+    of_levels = []
     for ranks, links in measured.items():
-        curves = (links.all_gather, links.reduce_scatter, links.pairwise)
-        cells = [_describe(curve, len(ranks) - 1) for curve in curves]
+        copies, payload_copies = len(ranks) - 1, links.payloads - 1
+        cells = [
+            _describe(links.all_gather, copies),
+            _describe(links.reduce_scatter, copies),
+            _describe(links.pairwise, payload_copies),
+        ]
+        if links.levels is not None:
+            of_levels.append(
+                f"ranks {_ranges(ranks)} in two levels: payloads "
+                f"{_describe(links.payload_gather, payload_copies)}, sums within nodes "
+                f"{_describe(links.levels.sum_within, copies)}"
+            )
         unchanged = f"{1e3 * 2**20 * links.unchanged_per_byte:.1f} ms/MiB"
         narrowed = f"+ {1e6 * links.gather_overhead:.0f} us + {unchanged}"
         rows.append([_ranges(ranks), *cells, narrowed, f"{1e6 * links.announce:.0f} us"])
@@ -164,7 +180,7 @@ def table(calibration: Calibration) -> str:
         lines.append(f"to the host {_describe(calibration.host.to_host, 1)}")
         lines.append(f"from the host {_describe(calibration.host.from_host, 1)}")
     lines.append(f"measured in {calibration.seconds:.1f} s")
-    return "\n".join([aligned(rows, 1), aligned(coders, 1), ", ".join(lines)])
+    return "\n".join([aligned(rows, 1), *of_levels, aligned(coders, 1), ", ".join(lines)])
 
 
 def _describe(curve: Curve, copies: int) -> str:

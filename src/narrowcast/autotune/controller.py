@@ -97,9 +97,13 @@ class Controller:
         groups = self._gathers.groups
         self._rules, self._ledger, self.sampler = rules, ledger, sampler
         self.calibration = calibration.calibrate(
-            list(groups.values()), CODERS, job, cache_device=cache_device
+            list(groups.values()),
+            CODERS,
+            job,
+            topology=comms[0].topology,
+            cache_device=cache_device,
         )
-        self._gradients = GradientSampler(groups, sampler.coder, job.group)
+        self._gradients = GradientSampler(groups, sampler.coder, job.group, comms[0].topology)
         self._schedule = Schedule(
             rules.warmup_steps, rules.reselect_interval, always_samples=not rules.applies
         )

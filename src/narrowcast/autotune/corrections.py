@@ -35,8 +35,11 @@ class Corrections:
         return sum(self.links.values()) / max(len(self.links), 1)
 
     def corrected(self, label: str, links: Links) -> Links:
-        """The links of a parameter group with the all-gather as fast as training shows it."""
-        return replace(links, all_gather=links.all_gather.scaled(self.links.get(label, 1.0)))
+        """The links of a parameter group with all-gathers as fast as training shows them."""
+        ratio, levels = self.links.get(label, 1.0), links.levels
+        if levels is not None:
+            levels = replace(levels, payload_gather=levels.payload_gather.scaled(ratio))
+        return replace(links, all_gather=links.all_gather.scaled(ratio), levels=levels)
 
     def learn_coding(self, measured: float, predicted: float) -> None:
         """Takes the ratio of two times of a step, in seconds. Where nothing is coded the ratio

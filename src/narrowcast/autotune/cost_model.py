@@ -29,7 +29,7 @@ class Gathered:
 
     Attributes:
         params: the parameters, with the elements of their padded shards.
-        times: gathers a step, by number of ranks and elements.
+        times: gathers a step, by number of ranks that exchange payloads and of elements.
         links: of the process group.
         hidden: share of encoding that is not on the critical path.
         host: seconds a byte to fetch a cache from host memory, and to store it there. It is
@@ -55,7 +55,7 @@ class Site:
     """The gathers of one parameter over the same number of ranks.
 
     Attributes:
-        world_size: how many ranks.
+        world_size: how many ranks exchange payloads.
         values: of the parameter's shard on each of them.
         gathers: a step.
     """
@@ -175,7 +175,7 @@ class CostModel:
 
     @property
     def _per_byte(self) -> float:
-        return self.group.links.all_gather.seconds_per_byte
+        return self.group.links.payload_gather.seconds_per_byte
 
     def _sites(self) -> Iterator[Site]:
         return sites(self.group, self.param)
@@ -183,7 +183,7 @@ class CostModel:
     def _beyond_chunks(self, world_size: int) -> float:
         """Seconds a value that narrowed gathers of whole shards take beyond those of chunks."""
         links = self.group.links
-        of_a_rank = links.unchanged_per_byte / len(links.ranks)
+        of_a_rank = links.unchanged_per_byte / links.payloads
         whole = of_a_rank * world_size * self.param.dtype.itemsize
         chunks = self.stats.per_value("delta")
         return max(whole - chunks.later_encoding - world_size * chunks.later_decoding, 0.0)
@@ -271,17 +271,17 @@ def _means(
 
 
 def _group(group: Gathered, shards: tuple[Shard, ...]) -> Group:
-    curve = group.links.all_gather
+    plain, payload = group.links.all_gather, group.links.payload_gather
     num_gathers = sum(group.times.values())
     num_chunks = -(-sum(param.numel for param in group.params) // MAX_CHUNK_VALUES)
     header_bytes = packet.header_size(num_chunks)
     overhead = num_gathers * (
-        curve.latency + group.links.gather_overhead + header_bytes * curve.seconds_per_byte
+        payload.latency + group.links.gather_overhead + header_bytes * payload.seconds_per_byte
     )
     return Group(
         name=group.label,
         shards=shards,
-        plain_latency=num_gathers * curve.latency,
+        plain_latency=num_gathers * plain.latency,
         overhead=overhead + group.announce,
         is_current=bool(group.compressions),
     )

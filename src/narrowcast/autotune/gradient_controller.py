@@ -59,7 +59,8 @@ class GradientController:
         labels = group_labels([comm.group for comm in comms])
         self._comms = dict(zip(labels, comms, strict=True))
         groups = {label: comm.group for label, comm in self._comms.items()}
-        self._sampler = GradientSampler(groups, coder, job.group)
+        topology = comms[0].topology
+        self._sampler = GradientSampler(groups, coder, job.group, topology)
         self._schedule = Schedule(warmup_steps, reselect_interval)
         self._barrier = StepBarrier(job, list(groups.values()), self._schedule)
         self._consensus = Consensus.form(
@@ -69,7 +70,7 @@ class GradientController:
             (warmup_steps, reselect_interval),
         )
         self._links = self._consensus.slowest_links(
-            calibration.calibrate(list(groups.values()), {}, job).links,
+            calibration.calibrate(list(groups.values()), {}, job, topology=topology).links,
             groups,
             lambda links: links.reduce_scatter.seconds(1 << 20),
         )

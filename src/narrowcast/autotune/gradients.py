@@ -22,6 +22,7 @@ from narrowcast.autotune.solver import MARGIN
 from narrowcast.config import MAX_CHUNK_VALUES
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.reducescatter import codec
+from narrowcast.topology import FLAT, Topology
 from narrowcast.util import Summable, aligned
 from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
@@ -77,6 +78,7 @@ class GradientSampler:
     Args:
         groups: by label; every rank that shares one gives them in the same order.
         job: the ranks whose samples are summed; ``None``: all.
+        topology: where the ranks are.
     """
 
     def __init__(
@@ -84,7 +86,9 @@ class GradientSampler:
         groups: dict[str, ParamGroup],
         coder: Coder,
         job: dist.ProcessGroup | None = None,
+        topology: Topology = FLAT,
     ) -> None:
+        self._topology = topology
         self._groups, self._coder, self._job = groups, coder, job
         self._num_sampled: Counter[str] = Counter()
         self.seconds = 0.0
@@ -134,12 +138,22 @@ class GradientSampler:
         self._allowed -= 1
         self._num_sampled[label] += 1
         start = time.perf_counter()
-        row = (dist.get_rank(self._groups[label].process_group) + 1) % len(rows_WN)
-        chunk_N = rows_WN[row, :MAX_CHUNK_VALUES]
+        chunk_N = self._chunk(rows_WN, self._groups[label].process_group)
         if chunk_N.numel():
             before = self._window.get(label, GradientStats())
             self._window[label] = before + sample_chunk(chunk_N, self._coder)
         self.seconds += time.perf_counter() - start
+
+    def _chunk(self, rows_WN: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """What stands for a chunk of what crosses: of this rank's contributions to another, or,
+        where those of a node are summed, a sum of as many of this rank's own contributions."""
+        levels = self._topology.levels_of(group)
+        num_summed = 1 if levels is None else levels.within.size()
+        rows = [(group.rank() + 1 + i) % len(rows_WN) for i in range(num_summed)]
+        chunk_N = rows_WN[rows[0], :MAX_CHUNK_VALUES]
+        for row in rows[1:]:
+            chunk_N = chunk_N + rows_WN[row, :MAX_CHUNK_VALUES]
+        return chunk_N
 
     def _is_next(self, label: str) -> bool:
         least = min(self._num_sampled[reduced] for reduced, *_ in self._reductions)
@@ -194,16 +208,19 @@ def predict_reduction(
     Args:
         sites: reductions a step, by elements that a rank gets and bytes of an element.
     """
-    world_size = len(links.ranks)
+    world_size = links.payloads
     plain = none = entropy = 0.0
     for (numel, itemsize), times in sites.items():
         per_value = numel / stats.values
         adding = world_size * per_value * stats.adding
         coding = (world_size - 1) * per_value * (stats.encoding + stats.decoding)
+        summing = adding
+        if links.levels is not None:
+            summing += links.levels.sum_within.seconds(itemsize * numel)
         sending = links.pairwise.seconds(per_value * stats.coded_bytes)
         plain += times * links.reduce_scatter.seconds(itemsize * numel)
-        none += times * (links.pairwise.seconds(itemsize * numel) + adding)
-        entropy += times * (sending + adding + coding)
+        none += times * (links.pairwise.seconds(itemsize * numel) + summing)
+        entropy += times * (sending + summing + coding)
     return Reduction(label, plain, none, entropy, 8 * stats.coded_bytes / stats.values)
 
 

@@ -17,6 +17,12 @@ from narrowcast.reducescatter.codec import Compression
 from narrowcast.wire import packet
 from narrowcast.wire.coders import Coder
 
+OTHER_GRADIENTS = (
+    "holds other gradients than are due here, by their number, dtype or compression: give every "
+    "rank the same model, mesh, compression and reduce dtype, and let the same parameters have "
+    "gradients on all"
+)
+
 
 @dataclass(frozen=True)
 class RowCodec:
@@ -76,11 +82,7 @@ class RowCodec:
         """
         header, body = packet.unpack(payload)
         if header.settings != self.settings:
-            raise errors.SettingsError(
-                "holds other gradients than are due here, by their number, dtype or compression: "
-                "give every rank the same model, mesh, compression and reduce dtype, and let the "
-                "same parameters have gradients on all"
-            )
+            raise errors.SettingsError(OTHER_GRADIENTS)
         coder = (self.coder.wire_id, self.coder.wire_version)
         if header.status == packet.Status.OK and header.coder != coder:
             raise errors.SettingsError(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from narrowcast.attribution import counted_by_caller
 from narrowcast.fsdp2 import AllGather, ParamGroup, ReduceScatter
 from narrowcast.telemetry.ledger import Ledger, ledger_of
+from narrowcast.topology import FLAT, Topology
 
 
 @dataclass
@@ -33,7 +34,8 @@ class CountedAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         shard_bytes = input_tensor.numel() * input_tensor.element_size()
-        self.ledger.add("all_gather", (group.size() - 1) * shard_bytes)
+        for add in (self.ledger.add_sent, self.ledger.add_plain):
+            add("all_gather", (group.size() - 1) * shard_bytes, group)
         num_values = self.group.num_values(input_tensor)
         self.ledger.record_gather(self.group, num_values, shard_bytes, {})
         with counted_by_caller():
@@ -61,7 +63,8 @@ class CountedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         num_values = (group.size() - 1) * output_tensor.numel()
         sent_bytes = num_values * output_tensor.element_size()
-        self.ledger.add("reduce_scatter", sent_bytes)
+        for add in (self.ledger.add_sent, self.ledger.add_plain):
+            add("reduce_scatter", sent_bytes, group)
         self.ledger.record_reduction(num_values, sent_bytes)
         with counted_by_caller():
             return self.inner(output_tensor, input_tensor, group, op, async_op)
@@ -84,7 +87,9 @@ class CountedModel:
             group.reduce_scatter = uncounted(group.reduce_scatter)
 
 
-def count_volume(groups: list[ParamGroup], optimizer: Optimizer | None = None) -> CountedModel:
+def count_volume(
+    groups: list[ParamGroup], optimizer: Optimizer | None = None, topology: Topology = FLAT
+) -> CountedModel:
     """Counts what a sharded model sends, and changes nothing of it. A model that is counted already
     stays with its ledger.
 
@@ -92,12 +97,15 @@ def count_volume(groups: list[ParamGroup], optimizer: Optimizer | None = None) -
         groups: of the model, from ``param_groups``.
         optimizer: a step of the ledger ends with each of its steps; without it, call
             ``ledger.end_step`` yourself.
+        topology: where the ranks are, by which bytes that leave a node are told from others.
     """
     ledger = next((found for group in groups if (found := ledger_of(group))), None) or Ledger()
     new_groups = [group for group in groups if ledger_of(group) is None]
     for group in new_groups:
         group.all_gather = CountedAllGather(group, group.all_gather, ledger)
         group.reduce_scatter = CountedReduceScatter(group, group.reduce_scatter, ledger)
+    ledger.topology = topology
+    ledger.replicas = max((group.replicas for group in groups), default=1)
     ledger.acquire(groups, new_groups, optimizer)
     return CountedModel(ledger)
 

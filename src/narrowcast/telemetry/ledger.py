@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from narrowcast.attribution import counted_as, counted_by_caller, current_owner
@@ -25,6 +26,7 @@ from narrowcast.steps import StepHook
 from narrowcast.telemetry.changes import Changes
 from narrowcast.telemetry.collectives import count_collectives
 from narrowcast.telemetry.step_volume import StepVolume, TokenVolume
+from narrowcast.topology import FLAT
 
 SAMPLE_INTERVAL = 10
 """Steps from one sample to the next where the caller does not choose. To count what has changed in
@@ -41,6 +43,8 @@ class Ledger:
             was resumed.
         sample_interval: what needs a pass over the data is counted in the steps whose number is a
             multiple of it, and in step 1; 0: in none.
+        topology: where the ranks are; the owner sets it.
+        replicas: how many times the job holds each parameter; the owner sets it.
         moe_layers: whose deduplicated tokens are counted; the same on every rank.
     """
 
@@ -50,6 +54,8 @@ class Ledger:
         self.steps = 0
         self.step = 1
         self.sample_interval = SAMPLE_INTERVAL
+        self.topology = FLAT
+        self.replicas = 1
         self.moe_layers: tuple[str, ...] = ()
         self._gathered: set[ParamGroup] = set()
         self._stop_counting: Callable[[], None] | None = None
@@ -99,6 +105,8 @@ class Ledger:
     def end_step(self) -> None:
         """Closes the step: ``last`` is what it sent, and counting continues from zero."""
         self.last = self.current
+        if self.topology.num_nodes:
+            self.last.nodes, self.last.replicas = self.topology.num_nodes, self.replicas
         self.current = StepVolume(tokens={layer: TokenVolume() for layer in self.moe_layers})
         self._gathered.clear()
         self.steps += 1
@@ -123,6 +131,19 @@ class Ledger:
         """
         self.current.sent[collective] += sent_bytes
         self.current.plain[collective] += sent_bytes if plain_bytes is None else plain_bytes
+
+    def add_sent(self, collective: str, sent_bytes: int, over: dist.ProcessGroup) -> None:
+        """Counts what this rank sent of parameters or gradients in a ring over a process group, or
+        to ranks that are all on other nodes or all on its own."""
+        self.current.sent[collective] += sent_bytes
+        leaves = self.topology.ring_leaves_node(over)
+        where = self.current.leaving if leaves else self.current.staying
+        where[collective] += sent_bytes
+
+    def add_plain(self, collective: str, sent_bytes: int, over: dist.ProcessGroup) -> None:
+        """Counts what the baseline would have sent, as ``add_sent`` does."""
+        self.current.plain[collective] += sent_bytes
+        self.current.plain_leaving[collective] += sent_bytes * self.topology.ring_leaves_node(over)
 
     def count_layers(self, layers: Sequence[str]) -> None:
         """Counts the tokens of these MoE layers one by one, from now on. The same on every rank."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from narrowcast.fsdp2 import ParamGroup
 from narrowcast.telemetry.changes import Changes
 from narrowcast.telemetry.ledger import Ledger, all_reduce_bytes
+from narrowcast.topology import TwoLevels
 
 
 @dataclass
@@ -68,7 +69,7 @@ class GatherTelemetry:
         """An all-reduce of ``nbytes`` bytes was sent that the baseline does not need."""
         if self.ledger is not None:
             sent_bytes = all_reduce_bytes(nbytes, process_group.size())
-            self.ledger.add("all_gather", sent_bytes, plain_bytes=0)
+            self.ledger.add_sent("all_gather", sent_bytes, process_group)
 
     def on_gathered(
         self,
@@ -76,21 +77,34 @@ class GatherTelemetry:
         process_group: dist.ProcessGroup,
         *,
         num_values: int,
-        shard_bytes: int,
         sent_bytes: int,
         changes: dict[str, Changes],
     ) -> None:
-        """A narrowed gather is complete.
+        """Payloads have crossed, and are decoded.
 
         Args:
-            num_values, shard_bytes: of a shard.
+            process_group: the ranks that exchanged payloads.
+            num_values: of a shard.
             sent_bytes: what this rank sent to each other rank.
             changes: by kind of shard, where ``wants_changes`` asked for them.
         """
         if self.ledger is not None:
             others = process_group.size() - 1
-            self.ledger.add("all_gather", others * sent_bytes, others * shard_bytes)
+            self.ledger.add_sent("all_gather", others * sent_bytes, process_group)
             self.ledger.record_gather(group, num_values, sent_bytes, changes)
+
+    def on_completed(
+        self, process_group: dist.ProcessGroup, shard_bytes: int, levels: TwoLevels | None
+    ) -> None:
+        """A narrowed gather over a process group is complete, within nodes too."""
+        if self.ledger is None:
+            return
+        self.ledger.add_plain("all_gather", (process_group.size() - 1) * shard_bytes, process_group)
+        if levels is not None:
+            others = levels.within.size() - 1
+            status = all_reduce_bytes(4, levels.within.size())
+            sent_bytes = levels.across.size() * others * shard_bytes + status
+            self.ledger.add_sent("all_gather", sent_bytes, levels.within)
 
 
 @dataclass
@@ -111,24 +125,34 @@ class ReductionTelemetry:
     def on_reduced(
         self,
         process_group: dist.ProcessGroup,
+        levels: TwoLevels | None,
         *,
+        row_bytes: int,
         num_values: int,
-        itemsize: int,
         payload_bytes: int,
         zeros: int | None,
     ) -> None:
-        """A narrowed reduction is complete.
+        """A narrowed reduction over a process group is complete.
 
         Args:
-            num_values: contributions that this rank sent to others, of ``itemsize`` bytes each.
+            row_bytes: of the gradients that a rank gets.
+            num_values: contributions, or sums of a node's, that this rank sent to others.
             payload_bytes: what it sent of them, without the sizes and the agreement.
             zeros: how many of them were zero; ``None`` where they were not counted.
         """
-        if self.ledger is None:
+        ledger = self.ledger
+        if ledger is None:
             return
-        others = process_group.size() - 1
-        sizes_and_agreement = 8 * others + all_reduce_bytes(4, process_group.size())
-        sent_bytes = payload_bytes + sizes_and_agreement
-        self.ledger.add("reduce_scatter", sent_bytes, num_values * itemsize)
+        ledger.add_plain("reduce_scatter", (process_group.size() - 1) * row_bytes, process_group)
+        agreement = all_reduce_bytes(4, process_group.size())
+        ledger.add_sent("reduce_scatter", agreement, process_group)
+        payload_group = process_group
+        if levels is not None:
+            payload_group, others = levels.across, levels.within.size() - 1
+            check = all_reduce_bytes(16, levels.within.size())
+            sent_bytes = levels.across.size() * others * row_bytes + check
+            ledger.add_sent("reduce_scatter", sent_bytes, levels.within)
+        sizes = 8 * (payload_group.size() - 1)
+        ledger.add_sent("reduce_scatter", payload_bytes + sizes, payload_group)
         examined = 0 if zeros is None else num_values
         self.ledger.record_reduction(num_values, payload_bytes, examined, zeros or 0)

@@ -7,6 +7,7 @@ from narrowcast.telemetry.changes import SHARD_TYPES, Changes
 from narrowcast.telemetry.over_ranks import by_key, largest, summed
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "dispatch", "combine", "other")
+OF_PARAMETERS = ("all_gather", "reduce_scatter")  # those counted by node too
 
 
 @dataclass
@@ -79,6 +80,12 @@ class StepVolume:
         sent: bytes of each collective.
         plain: bytes that baseline FSDP2 and expert parallelism would have sent at least, by ring
             algorithms; gloo's reduce-scatter sends about twice as much.
+        leaving, staying: of the bytes sent of parameters and their gradients, those that leave a
+            node for another, and those that stay within it; summed over all ranks. As many enter
+            nodes as leave them.
+        plain_leaving: what would leave nodes with the baseline, by a ring.
+        nodes: of the job.
+        replicas: how many times the job holds each parameter.
         first, later: parameter gathers after the optimizer's step, and all further ones (backward,
             or more microbatches). Payloads are padded, so sizes are those of the largest rank.
         gradients: all reductions of the step.
@@ -90,6 +97,13 @@ class StepVolume:
 
     sent: Counter[str] = field(default_factory=Counter, metadata=by_key("max", COLLECTIVES))
     plain: Counter[str] = field(default_factory=Counter, metadata=by_key("max", COLLECTIVES))
+    leaving: Counter[str] = field(default_factory=Counter, metadata=by_key("sum", OF_PARAMETERS))
+    staying: Counter[str] = field(default_factory=Counter, metadata=by_key("sum", OF_PARAMETERS))
+    plain_leaving: Counter[str] = field(
+        default_factory=Counter, metadata=by_key("sum", OF_PARAMETERS)
+    )
+    nodes: int = largest()
+    replicas: int = largest()
     first: GatherVolume = field(default_factory=GatherVolume)
     later: GatherVolume = field(default_factory=GatherVolume)
     gradients: GradientVolume = field(default_factory=GradientVolume)
@@ -105,6 +119,16 @@ class StepVolume:
         plain = sum(self.plain.values())
         return sum(self.sent.values()) / plain if plain else 1.0
 
+    @property
+    def bits_into_node(self) -> tuple[float, float]:
+        """Bits a parameter that enter a node in this step, of gathers and reductions together, and
+        those that baseline FSDP2 would bring in by a ring. Of a volume reduced over all ranks."""
+        parameters = self.nodes * self.first.parameters
+        if not parameters:
+            return 0.0, 0.0
+        sent, plain = (sum(counted.values()) for counted in (self.leaving, self.plain_leaving))
+        return 8 * self.replicas * sent / parameters, 8 * self.replicas * plain / parameters
+
     def scalars(self) -> dict[str, float]:
         """Flat TensorBoard scalars of the step, under ``narrowcast/``."""
         scalars: dict[str, float] = {
@@ -117,6 +141,17 @@ class StepVolume:
         for name in ("all_gather", "reduce_scatter"):
             if self.plain[name]:
                 scalars[f"narrowcast/ratio/{name}"] = self.sent[name] / self.plain[name]
+        if self.first.parameters:
+            bits, plain_bits = self.bits_into_node
+            scalars["narrowcast/bits_per_parameter/into_node"] = bits
+            scalars["narrowcast/bits_per_parameter/into_node_plain"] = plain_bits
+        for name in OF_PARAMETERS:
+            if self.nodes:
+                scalars[f"narrowcast/bytes_into_node/{name}"] = self.leaving[name] / self.nodes
+                scalars[f"narrowcast/plain_bytes_into_node/{name}"] = (
+                    self.plain_leaving[name] / self.nodes
+                )
+                scalars[f"narrowcast/bytes_within_node/{name}"] = self.staying[name] / self.nodes
         volumes = {"first_gather": self.first, "later_gathers": self.later}
         for name, volume in (*volumes.items(), ("gradients", self.gradients)):
             if volume.parameters:

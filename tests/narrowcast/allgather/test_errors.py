@@ -15,6 +15,7 @@ from narrowcast.wire.coders import CODERS, Zstd
 from tests.narrowcast.test_all_gather import COMPRESSIONS
 from tests.narrowcast.training import Setup, build, narrow, train
 from tests.ranks import Raised
+from tests.wide import wide_but
 
 SOON_S = 60  # far below the process group's timeout: nobody waits for a rank that has raised
 
@@ -149,6 +150,15 @@ def test_every_rank_raises_the_same_error(ranks, fault: Callable, compression: s
     outcomes = ranks(4).outcomes(
         _train_with_fault, fault, COMPRESSIONS[compression], timeout_s=SOON_S
     )
+    _assert_same_error(outcomes, name, part)
+
+
+@pytest.mark.parametrize("fault", wide_but(FAULTS, _flip_body, _drop_cache, _fail_to_encode))
+def test_every_rank_of_every_node_raises_the_same_error(ranks, fault: Callable) -> None:
+    """Of two nodes of two ranks only those in the culprit's place receive what is wrong."""
+    name, part = FAULTS[fault]
+    settings = {**COMPRESSIONS["delta"], "ranks_per_node": 2}
+    outcomes = ranks(4).outcomes(_train_with_fault, fault, settings, timeout_s=SOON_S)
     _assert_same_error(outcomes, name, part)
 
 

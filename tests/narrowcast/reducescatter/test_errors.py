@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from tests.narrowcast.training import (
     state_of,
     train,
 )
+from tests.wide import wide_but
 
 SENDER, RECEIVER = 1, 2
 SHORT = Setup(gradients=CODED, steps=1)
@@ -164,25 +166,47 @@ def test_every_rank_raises_the_same_error(ranks, fault: Callable) -> None:
     _assert_same_error(outcomes, name, part)
 
 
-def _train_with_a_layer_unused_on_one_rank() -> None:
+def _train_with_a_byte_damaged_between_nodes(position: int) -> None:
+    """From rank 1 to the other rank in its place, of two nodes of two ranks."""
+    setup = replace(SHORT, gradients={**CODED, "ranks_per_node": 2})
+    model, optimizer = build(setup)
+    routes = ((0, 1),) if dist.get_rank() == SENDER else ()
+    with narrowed(setup, model, optimizer), _tampered(_flip(position), routes):
+        train(setup, model, optimizer)
+
+
+@pytest.mark.parametrize("position", wide_but([0, -1], -1))
+def test_every_rank_of_every_node_raises_the_same_error(ranks, position: int) -> None:
+    outcomes = ranks(4).outcomes(
+        _train_with_a_byte_damaged_between_nodes, position, timeout_s=SOON_S
+    )
+    _assert_same_error(outcomes, "PayloadError", "from rank 1 to rank 3")
+
+
+def _train_with_a_layer_unused_on_one_rank(ranks_per_node: int) -> None:
     model, optimizer = build_two_layers()
-    with narrowed(SHORT, model, optimizer):
+    setup = replace(SHORT, gradients={**CODED, "ranks_per_node": ranks_per_node})
+    with narrowed(setup, model, optimizer):
         model(torch.ones(3, DIM), uses_second=not _is_culprit()).sum().backward()
 
 
-def _train_with_a_group_unused_on_one_rank() -> None:
+def _train_with_a_group_unused_on_one_rank(ranks_per_node: int) -> None:
     model, optimizer = build(SHORT)
+    setup = replace(SHORT, gradients={**CODED, "ranks_per_node": ranks_per_node})
     if _is_culprit():
         model[0].register_forward_hook(lambda module, args, output: output.detach())
-    with narrowed(SHORT, model, optimizer):
-        train(SHORT, model, optimizer)
+    with narrowed(setup, model, optimizer):
+        train(setup, model, optimizer)
 
 
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
 @pytest.mark.parametrize(
     "unused", [_train_with_a_layer_unused_on_one_rank, _train_with_a_group_unused_on_one_rank]
 )
-def test_a_parameter_without_gradients_on_one_rank_is_an_error_on_all(ranks, unused) -> None:
-    outcomes = ranks(4).outcomes(unused, timeout_s=SOON_S)
+def test_a_parameter_without_gradients_on_one_rank_is_an_error_on_all(
+    ranks, unused: Callable, ranks_per_node: int
+) -> None:
+    outcomes = ranks(4).outcomes(unused, ranks_per_node, timeout_s=SOON_S)
     _assert_same_error(outcomes, "SettingsError", "the same parameters have gradients")
 
 

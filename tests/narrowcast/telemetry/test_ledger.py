@@ -288,7 +288,7 @@ def _default_group() -> ParamGroup:
         "_all_gather_comm": DefaultAllGather(),
         "_reduce_scatter_comm": DefaultReduceScatter(),
     }
-    return ParamGroup("layer", (), SimpleNamespace(**collectives, fsdp_params=[]))
+    return ParamGroup("layer", (), SimpleNamespace(**collectives, fsdp_params=[], mesh_info=None))
 
 
 @pytest.mark.usefixtures("_rank_1_of_4")

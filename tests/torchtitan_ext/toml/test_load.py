@@ -299,8 +299,8 @@ def test_the_objects_of_the_base_function_are_not_changed(load):
         (
             "[narrowcast.allgather]\nenable = true",
             "narrowcast.allgather = {enable = true}: unknown key; "
-            'did you mean "all_gather"? (allowed: all_gather, reduce_scatter, routing_trace, '
-            "placement, dispatch, volume)",
+            'did you mean "all_gather"? (allowed: topology, all_gather, reduce_scatter, '
+            "routing_trace, placement, dispatch, volume)",
         ),
         (
             '[narrowcast.reduce_scatter]\ncompression = "x"',
