@@ -171,6 +171,7 @@ def _add_profile(nouns: Any) -> None:
         "--ranks", type=int, metavar="N", help="ranks on this machine; by default its accelerators"
     )
     profile.add_argument("--profile.steps", metavar="N", dest="steps", help="steps to train (40)")
+    profile.add_argument("--json", metavar="FILE", help="write what was measured there, too")
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +191,8 @@ def _profile(arguments: argparse.Namespace, flags: Sequence[str]) -> int:
     own = ["--job.config_file", arguments.file]
     if arguments.steps is not None:
         own += ["--profile.steps", arguments.steps]
+    if arguments.json is not None:
+        own += ["--json", arguments.json]
     return profile.launch(arguments.ranks, [*own, *flags])
 
 

@@ -373,8 +373,8 @@ def test_a_job_is_profiled_with_the_flags_of_torchtitan(tmp_path, monkeypatch):
     file = tmp_path / "x.toml"
     file.touch()
     command = f"profile --training.seq_len 8 --ranks 4 --job.config_file {file} --profile.steps 9"
-    assert main([*command.split(), "-x"]) == 3
-    own = ["--job.config_file", str(file), "--profile.steps", "9"]
+    assert main([*command.split(), "--json", "it.json", "-x"]) == 3
+    own = ["--job.config_file", str(file), "--profile.steps", "9", "--json", "it.json"]
     assert calls == [(4, [*own, "--training.seq_len", "8", "-x"])]
 
 

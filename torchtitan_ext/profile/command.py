@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torchtitan.tools.logging import init_logger
-from torchtitan.trainer import Trainer
 
 from narrowcast.util import write_text
 from torchtitan_ext.launch import LAUNCHED, is_speaker, prepared, quiet
 from torchtitan_ext.profile.figures import draw
-from torchtitan_ext.profile.job import check_profile, folder_of, parse_profile
+from torchtitan_ext.profile.job import Profile, check_profile, folder_of, parse_profile
 from torchtitan_ext.profile.measure import ProfileError, profile
 
 _NAME = "torchtitan_ext.profile"
@@ -50,10 +49,10 @@ def launch(ranks: int | None, flags: Sequence[str]) -> int:
         return 0
     given_flags = sys.argv[1:]
     with quiet():  # errors are reported here, once, and not by torchrun
-        steps, config = parse_profile(flags)
+        asked = parse_profile(flags)
     ranks = _ranks_of_this_machine(ranks)
     with quiet():
-        check_profile(config, steps, world_size=ranks)
+        check_profile(asked, world_size=ranks)
     sys.argv[1:] = given_flags
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), "-m", "torchtitan_ext.profile", *flags]
@@ -67,42 +66,42 @@ def main(flags: list[str] | None = None) -> None:
     flags = sys.argv[1:] if flags is None else flags
     init_logger()
 
-    def prepare() -> tuple[int, Trainer.Config]:
-        steps, config = parse_profile(flags)
-        check_profile(config, steps)
+    def prepare() -> Profile:
+        asked = parse_profile(flags)
+        check_profile(asked)
         missing = [name for name in LAUNCHED if not os.environ.get(name)]
         if missing and not dist.is_initialized():
             raise ValueError(
                 f"{', '.join(missing)} not set: start the ranks by torchrun, or all of it by "
                 "narrowcast profile --ranks N"
             )
-        return steps, config
+        return asked
 
-    steps, config = prepared(_NAME, prepare)
+    asked = prepared(_NAME, prepare)
     try:
-        measured = profile(config, steps)
+        measured = profile(asked.config, asked.steps)
     except ProfileError as error:
         if is_speaker():
             print(f"{_NAME}: {error}", file=sys.stderr)
         sys.exit(2)
     if dist.get_rank() == 0:
-        print(f"\n{write(measured, folder_of(config))}")
+        print(f"\n{write(measured, folder_of(asked.config), asked.files)}")
     dist.destroy_process_group()
 
 
-def write(measured: dict[str, Any], folder: Path) -> str:
-    """Write a profile and its figures.
+def write(measured: dict[str, Any], folder: Path, files: Sequence[Path]) -> str:
+    """Write a profile to ``files``, and its figures into a folder.
 
     Returns:
         The text to be printed.
     """
-    file = folder / "profile.json"
-    write_text(file, json.dumps(measured, indent=1, allow_nan=False) + "\n")
+    for file in files:
+        write_text(file, json.dumps(measured, indent=1, allow_nan=False) + "\n")
     drawn = draw(measured, folder)
     recommended = measured["recommendation"]
     return (
         f"{recommended['text']}\n\n{recommended['toml']}\n"
-        f"Wrote {file} and {drawn[0].name} to {drawn[-1].name}"
+        f"Wrote {', '.join(map(str, files))} and {drawn[0].name} to {drawn[-1].name}"
     )
 
 

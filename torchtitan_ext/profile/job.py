@@ -1,12 +1,13 @@
 """Which job a profile trains, and whether it can."""
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.trainer import Trainer
 
-from narrowcast.config import PlacementConfig
+from narrowcast.config import PlacementConfig, TopologyConfig
 from narrowcast.util import check_writable
 from torchtitan_ext.checking import check_alone
 from torchtitan_ext.compat import apply
@@ -18,20 +19,42 @@ STEPS = 40
 _LEAST_STEPS = 6
 _SETTLED_STEPS = 10  # at the end; all figures but the second are about these
 STEPS_FLAG = "--profile.steps"
+JSON_FLAG = "--json"
 
 
-def parse_profile(flags: Sequence[str]) -> tuple[int, Trainer.Config]:
-    """The number of steps and the job that flags ask for.
+@dataclass(frozen=True)
+class Profile:
+    """What flags ask for.
+
+    Attributes:
+        steps: to train.
+        config: the job.
+        files: the JSON files to write.
+    """
+
+    steps: int
+    config: Trainer.Config
+    files: tuple[Path, ...]
+
+
+def parse_profile(flags: Sequence[str]) -> Profile:
+    """The profile that flags ask for.
 
     Raises:
         ValueError, ImportError, OSError: flags or the TOML file are wrong.
     """
     apply()
-    steps, flags = _take_steps(flags)
-    return steps, parse_job(flags)
+    given_steps, flags = _take(STEPS_FLAG, flags)
+    given_file, flags = _take(JSON_FLAG, flags)
+    steps = _steps(given_steps)
+    if given_file == "":
+        raise ValueError(f"{JSON_FLAG}: must be the name of a file")
+    config = parse_job(flags)
+    files = [folder_of(config) / "profile.json", *([] if given_file is None else [given_file])]
+    return Profile(steps, config, tuple(map(Path, files)))
 
 
-def check_profile(config: Trainer.Config, steps: int, world_size: int | None = None) -> None:
+def check_profile(profile: Profile, world_size: int | None = None) -> None:
     """Check that a job can be profiled, as far as one process can without the others.
 
     Args:
@@ -41,10 +64,12 @@ def check_profile(config: Trainer.Config, steps: int, world_size: int | None = N
         ValueError, ImportError, OSError: a section cannot work with the job, matplotlib is
             missing, or files cannot be read or written.
     """
-    check_alone(observed_job(config, steps), is_first_rank=is_first_rank(), world_size=world_size)
+    job = observed_job(profile.config, profile.steps)
+    check_alone(job, is_first_rank=is_first_rank(), world_size=world_size)
     check_drawable()
     if is_first_rank():
-        check_writable(folder_of(config) / "profile.json")
+        for file in profile.files:
+            check_writable(file)
 
 
 def folder_of(config: Trainer.Config) -> Path:
@@ -54,12 +79,17 @@ def folder_of(config: Trainer.Config) -> Path:
 
 def observed_job(config: Trainer.Config, steps: int) -> Trainer.Config:
     """The same job with ``steps`` steps, in which nothing is narrowed but everything is measured.
-    Routing is not traced, and experts do not move."""
+    Routing is not traced, and experts do not move. Where all ranks are on one node, within which
+    nothing would be narrowed, each is taken for a node of its own."""
     warmup = steps - min(_SETTLED_STEPS, steps // 2)
     interval = config.narrowcast.all_gather.reselect_interval
     placement = config.narrowcast.placement
+    topology = config.narrowcast.topology
+    if topology.ranks_per_node == "auto" and _is_one_node():
+        topology = TopologyConfig(ranks_per_node=1)
     narrowcast = replace(
         config.narrowcast,
+        topology=topology,
         all_gather=replace(
             config.narrowcast.all_gather,
             enable=True,
@@ -85,23 +115,33 @@ def observed_job(config: Trainer.Config, steps: int) -> Trainer.Config:
     )
 
 
-def _take_steps(flags: Sequence[str]) -> tuple[int, list[str]]:
-    """The value of the profile's own flag, and the other flags.
+def _is_one_node() -> bool:
+    world_size = os.environ.get("WORLD_SIZE")
+    return world_size is None or world_size == os.environ.get("LOCAL_WORLD_SIZE")
 
-    Raises:
-        ValueError: the value is no number of steps.
-    """
+
+def _take(flag: str, flags: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The value of one of the profile's own flags, ``None`` if it was not given, and all others."""
     rest: list[str] = []
     given: str | None = None
     remaining = iter(flags)
-    for flag in remaining:
-        name, equals, value = flag.partition("=")
-        if name == STEPS_FLAG:
+    for one in remaining:
+        name, equals, value = one.partition("=")
+        if name == flag:
             given = value if equals else next(remaining, "")
         else:
-            rest.append(flag)
+            rest.append(one)
+    return given, rest
+
+
+def _steps(given: str | None) -> int:
+    """The number of steps.
+
+    Raises:
+        ValueError: what was given is no number of steps.
+    """
     if given is None:
-        return STEPS, rest
+        return STEPS
     if not given.isdecimal() or int(given) < _LEAST_STEPS:
         raise ValueError(f"{STEPS_FLAG} {given}: must be an integer of at least {_LEAST_STEPS}")
-    return int(given), rest
+    return int(given)

@@ -46,6 +46,7 @@ def _profiled(toml: str) -> tuple[list[float], list[float]]:
     # What would change training, were it not for the profile.
     flags += ["--narrowcast.reduce_scatter.enable", "--narrowcast.volume.no-enable"]
     flags += ["--checkpoint.enable", "--checkpoint.interval", "2"]
+    flags += ["--json", str(Path(toml).with_suffix(".json"))]
     with (
         patch("torchtitan.trainer.time.sleep"),
         patch.object(command.sys, "argv", ["it"]),
@@ -73,6 +74,7 @@ def test_a_profiled_job_trains_as_plain_fsdp2_does_and_all_is_written(
         assert (written / f"figure_{number}.png").read_bytes().startswith(b"\x89PNG")
     assert not list(dump.rglob("step-*"))  # checkpoints
     measured = json.loads((written / "profile.json").read_text())
+    assert json.loads(Path(toml).with_suffix(".json").read_text()) == measured
     job = measured["job"]
     assert (job["name"], job["world_size"], job["steps"]) == ("profiled.toml", 2, STEPS)
     assert job["learning_rate"] == 1e-3
