@@ -28,6 +28,7 @@ from torchtitan_ext.benchmarks.link import measure
 
 STEPS = 10
 _FIXED_WARM_UP = 2
+_UNCOUNTED = ("--narrowcast.volume.no-enable",)
 _AUTO_WARM_UP = 10  # of which the last chooses
 _COLD = 1  # step after the choice, in which caches fill
 FIXED = ("none", "entropy", "exponent", "delta")
@@ -130,7 +131,7 @@ def run(flags: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
             print(f"{name} ...", flush=True)
         skipped = _AUTO_WARM_UP + _COLD if name == AUTO else _FIXED_WARM_UP
         steps, largest = measure(
-            [*flags, *switches.split(), "--training.steps", str(skipped + STEPS)],
+            [*flags, *switches.split(), *_UNCOUNTED, "--training.steps", str(skipped + STEPS)],
             note_predictions if name == AUTO else None,
         )
         measured[name] = steps[skipped:]

@@ -3,8 +3,10 @@
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,21 +14,38 @@ import pytest
 from tests.torchtitan_ext.tiny import write_toml
 from torchtitan_ext import compat
 from torchtitan_ext.benchmarks import link
-from torchtitan_ext.benchmarks.link import KINDS, VARIANTS, measure, rows, table
+from torchtitan_ext.benchmarks.link import KINDS, VARIANTS, Sent, bytes_of, measure, rows, table
 
 
-def _measured(toml: str) -> dict[str, tuple[list[Counter[str]], int]]:
+def _measured(
+    toml: str,
+) -> tuple[dict[str, tuple[list[Counter[str]], int]], list[dict[str, Any]]]:
     compat.apply()
     flags = ["--job.config_file", toml, "--training.steps", "2"]
     with patch("torchtitan.trainer.time.sleep"), patch.object(sys, "argv", ["it"]):
-        return {name: measure([*flags, *variant.split()]) for name, variant in VARIANTS.items()}
+        measured, sent = {}, {}
+        for name, variant in VARIANTS.items():
+            note = partial(sent.__setitem__, name)
+            measured[name] = measure(
+                [*flags, *variant.split()], lambda trainer, note=note: note(Sent.by(trainer))
+            )
+        return measured, bytes_of(sent)
 
 
 def test_every_step_of_every_variant_is_timed(ranks, folder: Path) -> None:
     toml = write_toml(folder, folder / "corpus", folder / "links")
     measured = ranks(2).run(_measured, str(toml))
     assert measured[0] == measured[1]  # of the slowest rank, on both
-    for steps, largest in measured[0].values():
+    by_variant, (baseline, uncompressed, compressed) = measured[0]
+    assert compressed["bitwise_equal"]
+    assert uncompressed["bitwise_equal"]
+    assert uncompressed["bits_per_parameter_into_node"] == pytest.approx(
+        baseline["bits_per_parameter_into_node"], rel=0.02
+    )
+    assert compressed["bytes_into_node"] < 0.6 * uncompressed["bytes_into_node"]
+    assert compressed["cache_bytes"] > baseline["cache_bytes"] == 0
+    assert all(one["bytes_within_node"] == 0 for one in (baseline, uncompressed, compressed))
+    for steps, largest in by_variant.values():
         assert len(steps) == 2
         assert all(step[kind] > 0 for step in steps for kind in KINDS)
         assert largest > 10_000
@@ -66,16 +85,20 @@ def test_slow_links_shows_its_usage_before_it_does_anything(arguments: tuple[str
 
 def test_the_table_has_medians_spread_and_ratios_to_both_baselines() -> None:
     def steps(*seconds: float) -> list[Counter[str]]:
-        return [Counter(all_gather=s, reduce_scatter=2 * s) for s in seconds]
+        return [Counter(all_gather=s, reduce_scatter=2 * s, step=5 * s) for s in seconds]
 
     seconds = dict(zip(VARIANTS, (steps(2, 4, 9), steps(2, 2, 2), steps(1, 1, 1)), strict=True))
-    found = rows(seconds)
+    sent = {"bytes_into_node": 3 << 20, "bytes_within_node": 1 << 20, "cache_bytes": 7}
+    sent |= {"bits_per_parameter_into_node": 4.5, "bitwise_equal": True}
+    found = rows(seconds, [sent] * 3)
     lines = table(found).splitlines()[1:]
-    assert [line.split()[-6:] for line in lines] == [
+    assert {tuple(line.split()[-4:]) for line in lines} == {("3.00", "1.00", "4.50", "yes")}
+    assert [line.split()[-10:-4] for line in lines] == [
         ["12.00", "(6.00", "to", "27.00)", "1.00", "2.00"],
         ["6.00", "(6.00", "to", "6.00)", "0.50", "1.00"],
         ["3.00", "(3.00", "to", "3.00)", "0.25", "0.50"],
     ]
-    assert [row["variant"] for row in found] == list(VARIANTS)
-    assert [row["all_gather_s"] for row in found] == [4, 2, 1]
-    assert [row["all_over_baseline"] for row in found] == [1, 0.5, 0.25]
+    assert [row["name"] for row in found] == list(VARIANTS)
+    assert [row["all_gather_seconds"] for row in found] == [4, 2, 1]
+    assert [row["step_seconds"] for row in found] == [20, 10, 5]
+    assert [row["over_baseline"] for row in found] == [1, 0.5, 0.25]
