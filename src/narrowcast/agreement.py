@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -27,7 +28,7 @@ def sharded_groups(model: nn.Module | Iterable[nn.Module]) -> list[ParamGroup]:
     """
     models = modules_of(model)
     if not all(isinstance(one, nn.Module) for one in models):
-        raise ValueError(f"model = {model!r}; allowed: a torch.nn.Module, or several")
+        raise ValueError(f"model = {reprlib.repr(model)}; allowed: a torch.nn.Module, or several")
     groups = param_groups(*models)
     if not groups:
         raise ValueError(_why_no_groups(models))
@@ -77,6 +78,20 @@ def modules_of(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if isinstance(model, nn.Module) or not isinstance(model, Iterable):
         return [model]
     return list(model)
+
+
+def check_process_group(process_group: Any) -> None:
+    """Checks the argument by which ranks could agree on anything else: it is raised on this rank
+    alone.
+
+    Raises:
+        ValueError: it is no process group.
+    """
+    if not isinstance(process_group, dist.ProcessGroup | None):
+        raise ValueError(
+            f"process_group = {reprlib.repr(process_group)}; allowed: a "
+            "torch.distributed.ProcessGroup, or None"
+        )
 
 
 def check_no_later_groups(models: list[nn.Module], groups: list[ParamGroup], narrowed: str) -> None:

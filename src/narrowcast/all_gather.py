@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from narrowcast.agreement import (
     check_no_later_groups,
+    check_process_group,
     check_settings,
     groups_between_nodes,
     modules_of,
@@ -136,6 +137,7 @@ class NarrowedModel:
         Runs by itself after each step of the optimizer. Call it after parameters changed otherwise
         (a checkpoint was loaded), if you like: a change that nobody announced is noticed when the
         shard is gathered, and costs what was announced and, in a second round, all payloads again.
+        Nothing happens after ``remove``.
 
         Raises:
             NarrowcastError: on every rank alike, if it fails on one.
@@ -146,7 +148,9 @@ class NarrowedModel:
                 comm.prepare(following)
 
     def reset(self) -> None:
-        """Drops every cache, for ranks that have come out of step. Call it on every rank."""
+        """Drops every cache, for ranks that have come out of step. Call it on every rank. Nothing
+        happens after ``remove``.
+        """
         for comm in self._comms:
             comm.reset()
 
@@ -202,9 +206,11 @@ def narrow_all_gather(
         settings: The keys of ``narrowcast.config.AllGatherConfig``; see below.
 
     Raises:
-        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank.
+        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank,
+            but for a ``process_group`` that is none.
         SettingsError: The ranks were given different arguments or models.
     """
+    check_process_group(process_group)
     groups: list[ParamGroup] = []
     config, schemes, error = AllGatherConfig(), {}, None
     try:
@@ -218,6 +224,7 @@ def narrow_all_gather(
     except ValueError as wrong:
         error = wrong
     agreed = {**asdict(config), "volume": volume, "ranks_per_node": ranks_per_node}
+    agreed["optimizer"] = "none" if optimizer is None else "given"
     check_settings(groups, agreed, error, process_group)
     job = job_of(process_group)
     topology = topology_of(groups, ranks_per_node, process_group)

@@ -151,6 +151,21 @@ class AllGatherConfig(Section):
             ("cache_budget_gib", "selection", "warmup_steps", "reselect_interval"),
             'compression = "auto" or "observe"',
             self.chooses,
+            self.compression,
+        )
+        check_left_at_default(
+            self,
+            ("exponent_coding",),
+            'compression = "exponent", "auto" or "observe"',
+            self.chooses or self.compression == "exponent",
+            self.compression,
+        )
+        check_left_at_default(
+            self,
+            ("block_check",),
+            'exponent_coding = "blocks"',
+            self.exponent_coding == "blocks",
+            self.exponent_coding,
         )
 
 
@@ -210,7 +225,11 @@ class ReduceScatterConfig(Section):
 
     def _check(self) -> None:
         check_left_at_default(
-            self, ("warmup_steps", "reselect_interval"), 'compression = "auto"', self.chooses
+            self,
+            ("warmup_steps", "reselect_interval"),
+            'compression = "auto"',
+            self.chooses,
+            self.compression,
         )
 
 

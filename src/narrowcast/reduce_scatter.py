@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from narrowcast.agreement import (
     check_no_later_groups,
+    check_process_group,
     check_settings,
     groups_between_nodes,
     modules_of,
@@ -126,8 +127,9 @@ def narrow_reduce_scatter(
     Args:
         model: A module that ``fully_shard`` was applied to, or several (pipeline stages).
         optimizer: Steps of the ledger end with each of its steps, and so do those that ``auto``
-            counts. Of several, the one that steps last. Needed for ``auto``, and for the ledger
-            unless ``narrow_all_gather`` was given it.
+            counts. Of several, the one that steps last. Needed for ``auto``. Without it, and
+            unless ``narrow_all_gather`` was given it, steps of the ledger end by
+            ``ledger.end_step()``.
         report: Folder for what ``auto`` predicted and chose, as JSON.
         volume: Whether to count the bytes of all collectives, in the handle's ``ledger``.
         process_group: The ranks that make this call, each for its part of the model; ``None``
@@ -138,9 +140,11 @@ def narrow_reduce_scatter(
         settings: The keys of ``narrowcast.config.ReduceScatterConfig``; see below.
 
     Raises:
-        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank.
+        ValueError: An argument is not allowed, or the model cannot be narrowed; on every rank,
+            but for a ``process_group`` that is none.
         SettingsError: The ranks were given different arguments or models.
     """
+    check_process_group(process_group)
     groups: list[ParamGroup] = []
     config, error = ReduceScatterConfig(), None
     try:
@@ -159,6 +163,7 @@ def narrow_reduce_scatter(
     except ValueError as wrong:
         error = wrong
     agreed = {**asdict(config), "volume": volume, "ranks_per_node": ranks_per_node}
+    agreed["optimizer"] = "none" if optimizer is None else "given"
     check_settings(groups, agreed, error, process_group)
     job = job_of(process_group)
     topology = topology_of(groups, ranks_per_node, process_group)

@@ -202,14 +202,18 @@ def takes_settings_of(
 
 
 def check_left_at_default(
-    section: Any, names: Sequence[str], works_with: str, is_allowed: bool
+    section: Any, names: Sequence[str], works_with: str, is_allowed: bool, other: str
 ) -> None:
-    """Raises a ValueError where keys are set that only have a meaning with a compression that is
-    chosen."""
+    """Raises a ValueError where keys are set that have no meaning with the value of another key.
+
+    Args:
+        works_with: what they have a meaning with.
+        other: the value that they are given with.
+    """
     for name in names:
         value, default = getattr(section, name), section.default_of(name)
         if value != default and not is_allowed:
             raise ValueError(
                 f"{section.path}.{name} = {value!r}: works with {works_with}, not "
-                f'"{section.compression}": leave it out, or at {default!r}'
+                f'"{other}": leave it out, or at {default!r}'
             )

@@ -111,6 +111,16 @@ def owner_made_by(config: object, monkeypatch: pytest.MonkeyPatch) -> type:
             "narrowcast.all_gather.cache_budget_gib = 1.0: works with compression = "
             '"auto" or "observe", not "delta"',
         ),
+        (
+            {"compression": "delta", "exponent_coding": "blocks"},
+            "narrowcast.all_gather.exponent_coding = 'blocks': works with compression = "
+            '"exponent", "auto" or "observe", not "delta"',
+        ),
+        (
+            {"compression": "exponent", "block_check": "hash"},
+            "narrowcast.all_gather.block_check = 'hash': works with exponent_coding = \"blocks\", "
+            'not "delta"',
+        ),
         ({"enable": "yes"}, "narrowcast.all_gather.enable = 'yes': must be true or false"),
     ],
 )

@@ -1,5 +1,6 @@
 """FSDP2's own collectives, counted: a model is counted, and otherwise as it was."""
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,8 @@ def check_volume(groups: list[ParamGroup], optimizer: Any, volume: Any) -> None:
         raise ValueError(f"volume = {volume!r}; allowed: True, False")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"optimizer = {optimizer!r}; allowed: a torch.optim.Optimizer (of several, the one "
-            "that steps last), or None"
+            f"optimizer = {reprlib.repr(optimizer)}; allowed: a torch.optim.Optimizer (of several, "
+            "the one that steps last), or None"
         )
     for group in groups:
         for comm in (group.all_gather, group.reduce_scatter):

@@ -184,6 +184,16 @@ def test_settings_that_differ_by_rank_are_an_error(ranks) -> None:
     _assert_same_error(outcomes, "SettingsError", "of 'compression': {0: 'delta', 1: 'exponent'")
 
 
+def _narrow_with_an_optimizer_on_one_rank() -> None:
+    model, optimizer = build(Setup())
+    narrow_all_gather(model, optimizer if _is_culprit() else None, compression="delta")
+
+
+def test_an_optimizer_on_one_rank_alone_is_an_error_on_all(ranks) -> None:
+    outcomes = ranks(4).outcomes(_narrow_with_an_optimizer_on_one_rank, timeout_s=SOON_S)
+    _assert_same_error(outcomes, "SettingsError", "of 'optimizer': {0: 'none', 1: 'given'")
+
+
 def _narrow_with_a_wrong_argument_on_one_rank() -> None:
     model, optimizer = build(Setup())
     narrow_all_gather(model, optimizer, compression="delta", block_size=0 if _is_culprit() else 512)
@@ -227,6 +237,7 @@ WRONG_ARGUMENTS = {
     "entropy_coder": ("ans", '"auto" or "zstd"'),
     "volume": ("no", "True, False"),
     "optimizer": ("adam", "torch.optim.Optimizer"),
+    "process_group": ("all", "a torch.distributed.ProcessGroup, or None"),
     "cache_budget_gib": (-0.5, "a number of at least 0"),
     "cache_device": ("gpu", '"device" or "cpu"'),
     "selection": ("greedy", '"exact" or "ratio"'),
