@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from narrowcast.agreement import topology_of
 from narrowcast.all_gather import NarrowedModel, narrow_all_gather
 from narrowcast.autotune.controller import Controller
 from narrowcast.autotune.gradient_controller import GradientController
+from narrowcast.config import NarrowcastConfig
 from narrowcast.errors import job_of
 from narrowcast.fsdp2 import param_groups
 from narrowcast.reduce_scatter import NarrowedGradients, narrow_reduce_scatter
@@ -69,7 +70,7 @@ class Installed:
         if self.ledger is not None:
             self._count_tokens(trainer, self.ledger)
             self.ledger.sample_interval = metrics.sample_interval
-        metrics.lay_out(switches)
+        metrics.lay_out(self._with_data(switches))
         metrics.ledger = self.ledger
         metrics.selections = list(self.selections.values())
 
@@ -111,6 +112,17 @@ class Installed:
             for section, handle in handles.items()
             if handle is not None and handle.selection is not None
         }
+
+    def _with_data(self, switches: NarrowcastConfig) -> NarrowcastConfig:
+        """The sections with those switched off whose collectives were all left to baseline FSDP2,
+        as where no entropy coder runs on the device, or where all ranks are on one node."""
+        handles = {"all_gather": self.narrowed, "reduce_scatter": self.narrowed_gradients}
+        left = {
+            section: replace(getattr(switches, section), enable=False)
+            for section, handle in handles.items()
+            if handle is not None and handle.is_baseline
+        }
+        return replace(switches, **left)
 
     @property
     def ledger(self) -> Ledger | None:

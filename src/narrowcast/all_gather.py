@@ -159,6 +159,12 @@ class NarrowedModel:
         """Memory that the caches take on this rank, in bytes."""
         return sum(comm.cache_bytes for comm in self._comms)
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether everything is left to baseline FSDP2, now and later: no coder runs on the device,
+        or all ranks are on one node."""
+        return not self._comms
+
     def remove(self) -> None:
         """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
         if self._steps is not None:

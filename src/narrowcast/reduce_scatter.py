@@ -84,6 +84,12 @@ class NarrowedGradients:
             check_no_later_groups(self._models, self._groups, "narrow_reduce_scatter")
             self._models = None
 
+    @property
+    def is_baseline(self) -> bool:
+        """Whether everything is left to baseline FSDP2, now and later: no coder runs on the device,
+        or all ranks are on one node."""
+        return not self._comms
+
     def remove(self) -> None:
         """Gives the model back its own reduce-scatters. Call it on every rank."""
         if self._steps is not None:

@@ -187,8 +187,8 @@ def test_a_rank_that_fails_in_any_function_of_a_step_ends_all_with_its_error() -
 
 
 def test_a_rank_that_fails_where_compressions_are_chosen_ends_all_with_its_error() -> None:
-    """One function in four; the wide test below tries every line."""
-    assert _assert_all_alike(_scenario("auto"), known=_scenario("delta"), stride=4) > 5
+    """One function in eight; the wide test below tries every line."""
+    assert _assert_all_alike(_scenario("auto"), known=_scenario("delta"), stride=8) > 2
 
 
 @pytest.mark.wide

@@ -81,6 +81,7 @@ def test_a_rank_that_fails_otherwise_shows_its_traceback_and_ends_the_other() ->
     assert "Traceback" in second[2]
 
 
+@pytest.mark.wide  # as every launch shows
 def test_where_nothing_is_wrong_the_job_begins() -> None:
     (first, out, _), (second, others_out, _) = _run("none")
     assert (first, second) == (0, 0)

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from narrowcast.placement import parallel
-from tests.wide import wide_but
 
 
 @pytest.mark.parametrize("processes", [1, 2, 9])
@@ -52,8 +51,9 @@ def test_a_process_that_is_killed_is_named_and_not_waited_for() -> None:
         parallel.each(os._exit, [1, 1], 2, processes=2)
 
 
+@pytest.mark.wide  # processes of their own, which import torch
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", wide_but([signal.SIGINT, signal.SIGKILL], signal.SIGKILL))
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_the_command(how: signal.Signals) -> None:
     script = (
         "import time; from narrowcast.placement import parallel\n"

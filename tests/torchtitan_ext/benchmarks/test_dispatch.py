@@ -104,6 +104,7 @@ def _measured(toml: str) -> tuple[dict[str, Measured], int]:
         return measure(flags, nodes=2, batch=2, rounds=1)
 
 
+@pytest.mark.wide
 def test_torchtitan_and_two_levels_are_measured_on_the_real_job(ranks, folder: Path) -> None:
     """Two ranks, each a node: what leaves the rank leaves the node."""
     toml = write_toml(folder, folder / "corpus", folder / "dispatch", config="top4")
