@@ -1,4 +1,4 @@
-"""Narrowed training is plain FSDP2 training, to the bit: losses, parameters, optimizer states."""
+"""Narrowed training is bitwise that of FSDP2: losses, parameters, optimizer states."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -235,7 +235,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 
 def same_bits(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Equality to the bit: of NaN payloads and the sign of zero too."""
+    """Bitwise equality: of NaN payloads and the sign of zero too."""
     return len(a) == len(b) and all(
         x.shape == y.shape
         and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

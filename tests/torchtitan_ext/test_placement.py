@@ -1,4 +1,4 @@
-"""Experts move between ranks, and torchtitan trains as if they had not, to the bit."""
+"""Experts move between ranks, and torchtitan trains as if they had not: bitwise."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""torchtitan trains from TOML, and with narrowcast it trains the same, to the bit."""
+"""torchtitan trains from TOML, and with narrowcast it trains the same: bitwise."""
 
 import os
 import re
