@@ -166,7 +166,7 @@ class NarrowedModel:
         return not self._comms
 
     def remove(self) -> None:
-        """Gives the model back to plain FSDP2, and frees the caches. Call it on every rank."""
+        """Gives the model back to baseline FSDP2, and frees the caches. Call it on every rank."""
         if self._steps is not None:
             self._steps.remove()
         if self.selection is not None:

@@ -34,7 +34,7 @@ class TopologyConfig(Section):
     """
     Consecutive ranks of the job that are on the same node, and share its link to the others.
     Gathers and gradients of several ranks on each of several nodes cross between nodes compressed,
-    and are completed within each node; those within one node are left to plain FSDP2. "auto": as
+    and are completed within each node; those within one node are left to baseline FSDP2. "auto": as
     many as torchrun started on each node (LOCAL_WORLD_SIZE). 1: every rank has a link of its own.
     """
 
@@ -53,17 +53,17 @@ class AllGatherConfig(Section):
     }
 
     enable: bool = False
-    """Gather FSDP parameters through narrowcast's lossless compression instead of plain FSDP2."""
+    """Gather FSDP parameters through narrowcast's lossless compression, not baseline FSDP2."""
 
     compression: Literal["auto", "observe", "delta", "exponent", "entropy", "none"] = "auto"
     """
     What receivers cache between gathers, and so what is left to send. "auto": for each shard what
-    reduces step time on this very link, within cache_budget_gib, or plain FSDP2 where nothing does;
-    chosen after warmup_steps of plain FSDP2, and undone within 30 steps if that made the median
-    step slower by more than 5 % and by more than noise (where at least 10 steps before the choice
-    were timed). "observe": plain FSDP2, and a report of what "auto" would choose. "delta": the
-    values (2 bytes a bf16 parameter) are cached, and the entropy-coded difference is sent.
-    "exponent": the exponents (1 byte a parameter), and sign, mantissa and the change of the
+    reduces step time on this very link, within cache_budget_gib, or baseline FSDP2 where nothing
+    does; chosen after warmup_steps of baseline FSDP2, and undone within 30 steps if that made the
+    median step slower by more than 5 % and by more than noise (where at least 10 steps before the
+    choice were timed). "observe": baseline FSDP2, and a report of what "auto" would choose.
+    "delta": the values (2 bytes a bf16 parameter) are cached, and the entropy-coded difference is
+    sent. "exponent": the exponents (1 byte a parameter), and sign, mantissa and the change of the
     exponents are sent. "entropy": nothing, and sign, mantissa and entropy-coded exponents are sent.
     "none": all bits are sent.
     """
@@ -90,7 +90,7 @@ class AllGatherConfig(Section):
 
     warmup_steps: int = integer(30, at_least=3)
     """
-    Steps of plain FSDP2 that compressions "auto" and "observe" sample, in at most 2 % of their
+    Steps of baseline FSDP2 that compressions "auto" and "observe" sample, in at most 2 % of their
     time, before they choose.
     """
 
@@ -136,7 +136,7 @@ class AllGatherConfig(Section):
     force: bool = False
     """
     Where no entropy coder runs on the parameters' device (CUDA without a coder on the GPU), every
-    coded byte passes through host memory. Then "auto" leaves plain FSDP2 in place, and another
+    coded byte passes through host memory. Then "auto" leaves baseline FSDP2 in place, and another
     compression warns of the cost. true: "auto" chooses all the same, and nothing warns.
     """
 
@@ -179,7 +179,7 @@ class ReduceScatterConfig(Section):
     """
     Send gradients compressed, each contribution to its owner, which sums them in the order of the
     ranks. Every contribution arrives bitwise identical. The sum is one in fp32 (or the reduce
-    dtype) in a fixed order: a run repeats bit for bit, whatever the backend. It is plain FSDP2's
+    dtype) in a fixed order: a run repeats bit for bit, whatever the backend. It is baseline FSDP2's
     bit for bit at two ranks; at more, where the backend sums in another order, it differs as two
     orders do.
     """
@@ -187,19 +187,19 @@ class ReduceScatterConfig(Section):
     compression: Literal["auto", "entropy", "none"] = "auto"
     """
     "auto": for each parameter group "entropy" where that reduces step time on this very link, or
-    plain FSDP2's own reduce-scatter where it does not; chosen after warmup_steps of plain FSDP2,
-    and undone within 30 steps if that made the median step slower by more than 5 % and by more than
-    noise. The choice goes by measured times, so at more than two ranks a run with "auto" does not
-    repeat bit for bit: where the backend sums in another order, the order depends on the choice.
-    All ranks must take their steps together. "entropy": the bits that bf16 gradients cast to fp32
-    hold, with exponents and zeros entropy-coded. "none": all bits, by the same exchange and with
-    the same sum.
+    baseline FSDP2's own reduce-scatter where it does not; chosen after warmup_steps of baseline
+    FSDP2, and undone within 30 steps if that made the median step slower by more than 5 % and by
+    more than noise. The choice goes by measured times, so at more than two ranks a run with "auto"
+    does not repeat bit for bit: where the backend sums in another order, the order depends on the
+    choice. All ranks must take their steps together. "entropy": the bits that bf16 gradients cast
+    to fp32 hold, with exponents and zeros entropy-coded. "none": all bits, by the same exchange and
+    with the same sum.
     """
 
     warmup_steps: int = integer(30, at_least=3)
     """
-    Steps of plain FSDP2 whose gradients compression "auto" samples, in at most 1 % of their time,
-    before it chooses.
+    Steps of baseline FSDP2 whose gradients compression "auto" samples, in at most 1 % of their
+    time, before it chooses.
     """
 
     reselect_interval: int = integer(100, at_least=0)
@@ -214,7 +214,7 @@ class ReduceScatterConfig(Section):
     force: bool = False
     """
     Where no entropy coder runs on the gradients' device (CUDA without a coder on the GPU), every
-    coded byte passes through host memory. Then "auto" leaves plain FSDP2 in place, and "entropy"
+    coded byte passes through host memory. Then "auto" leaves baseline FSDP2 in place, and "entropy"
     warns of the cost. true: "auto" chooses all the same, and nothing warns.
     """
 

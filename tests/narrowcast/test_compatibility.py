@@ -1,7 +1,7 @@
-"""What narrowed gathers and gradients go together with: training is bitwise that of plain FSDP2.
+"""What narrowed gathers and gradients go together with: training is bitwise that of baseline FSDP2.
 
 ``docs/compatibility.md`` names these cases. Each has two ranks a sharding group, where narrowed
-gradients are bitwise those of plain FSDP2.
+gradients are bitwise those of baseline FSDP2.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """What torch 2.15 added to FSDP2 trains as without narrowcast: parameters of one group that are
 gathered in dtypes of their own, gradients in dtypes of their own, and backward finalized by hand.
 
-Two ranks share each reduction, where sums of narrowed gradients are bitwise those of plain FSDP2.
+Two ranks share each reduction, where sums of narrowed gradients are bitwise those of FSDP2.
 """
 
 from dataclasses import dataclass, field

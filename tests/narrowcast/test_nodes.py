@@ -70,7 +70,7 @@ MODES: dict[str, tuple[int, int, dict[str, Any]]] = {  # ranks, ranks a node, ho
 
 
 def _differs(setup: Setup, compressions: dict[str, dict[str, Any]]) -> list[str]:
-    """The compressions with which training is not that of plain FSDP2."""
+    """The compressions with which training is not that of baseline FSDP2."""
     model, optimizer = build(setup)
     train(setup, model, optimizer)
     plain = state_of(model, optimizer)

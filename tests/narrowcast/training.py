@@ -62,8 +62,8 @@ class Setup:
     """How to shard, train and narrow.
 
     ``gathered`` and ``reduced`` are the dtypes of mixed precision, ``narrow`` and ``gradients`` the
-    arguments of ``narrow_all_gather`` and ``narrow_reduce_scatter``, with ``None`` for plain FSDP2;
-    ``frozen`` adds a table of each dtype; ``synced`` reduces gradients after each microbatch.
+    arguments of ``narrow_all_gather`` and ``narrow_reduce_scatter``, with ``None`` for FSDP2 as it
+    is; ``frozen`` adds a table of each dtype; ``synced`` reduces gradients after each microbatch.
     """
 
     narrow: dict[str, Any] | None = None
@@ -152,7 +152,7 @@ def build_two_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _adafactor_of_shards(model: nn.Module) -> torch.optim.Optimizer:
     """Adafactor on each rank's own shards: torch 2.13's fails on DTensors (in-place square of a
-    partial norm), with plain FSDP2 too."""
+    partial norm), with baseline FSDP2 too."""
     sharded = [parameter for parameter in model.parameters() if local(parameter).numel()]
     shards = [nn.Parameter(local(parameter).detach()) for parameter in sharded]
     optimizer = torch.optim.Adafactor(shards, lr=1e-3)

@@ -194,10 +194,10 @@ class GradientController:
             compressed = sum(name != PLAIN for name in compressions.values())
             verdict = (
                 f"{compressed} of {len(compressions)} parameter groups are reduced with entropy "
-                "coding, and the others by plain FSDP2's own reduce-scatter"
+                "coding, and the others by baseline FSDP2's own reduce-scatter"
                 if compressed
-                else "nothing is worthwhile on this link: plain FSDP2's own reduce-scatter is left "
-                "in place"
+                else "nothing is worthwhile on this link: baseline FSDP2's own reduce-scatter is "
+                "left in place"
             )
             table = cost_table(self.reductions[:_LOGGED_GROUPS])
             self._report.log(f"gradients, after step {self.step}: {verdict}:\n{table}")

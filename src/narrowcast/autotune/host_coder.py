@@ -33,8 +33,8 @@ def leaves_plain(groups: Sequence[ParamGroup], coder: Coder, what: str, *, force
         return False
     if _speaks(groups):
         logger.warning(
-            'narrowcast: %s: no entropy coder runs on %s; compression "auto" leaves plain FSDP2 in '
-            "place. force = true chooses all the same, by way of host memory",
+            'narrowcast: %s: no entropy coder runs on %s; compression "auto" leaves baseline FSDP2 '
+            "in place. force = true chooses all the same, by way of host memory",
             what,
             device.type,
         )
@@ -66,7 +66,7 @@ def warn_of_cost(
     logger.warning(
         "narrowcast: %s: no entropy coder runs on %s: all that is coded is copied to host memory "
         "and back. That takes at least %.3g s for one %s of all parameters, copies not counted. "
-        'compression = "auto" leaves plain FSDP2 in place; force = true keeps this compression '
+        'compression = "auto" leaves baseline FSDP2 in place; force = true keeps this compression '
         "without a warning",
         what,
         device.type,

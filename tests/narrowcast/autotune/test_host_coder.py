@@ -1,5 +1,5 @@
-"""Where no entropy coder runs on the device, ``auto`` leaves plain FSDP2 in place and says so, and
-an explicit compression warns of its cost. The model is on the CPU, and zstd said to run on CUDA
+"""Where no entropy coder runs on the device, ``auto`` leaves baseline FSDP2 in place and says so,
+and an explicit compression warns of its cost. The model is on the CPU, and zstd said to run on CUDA
 alone, so that all of the real decision runs."""
 
 from typing import Any
@@ -55,7 +55,7 @@ def test_auto_leaves_plain_in_place_and_says_so_once(ranks, call: str) -> None:
     first, second = ranks(2).run(_narrowed, call, "cuda", {"compression": "auto"})
     (warning,) = first["warned"]
     assert f"{call}: no entropy coder runs on cpu" in warning
-    assert "leaves plain FSDP2 in place" in warning
+    assert "leaves baseline FSDP2 in place" in warning
     assert "force = true" in warning
     assert second["warned"] == []
     for one in (first, second):

@@ -19,7 +19,7 @@ from narrowcast.telemetry.step_volume import StepVolume
 from tests.narrowcast.training import DIM, Setup, build, train
 
 TEACHERS: dict[str, Callable[[Any, Any], Any]] = {
-    "plain FSDP2": lambda model, optimizer: None,
+    "baseline FSDP2": lambda model, optimizer: None,
     "counted": lambda model, optimizer: count_volume(param_groups(model), optimizer),
     "delta": lambda model, optimizer: narrow_all_gather(model, optimizer, compression="delta"),
     "delta, not counted": lambda model, optimizer: narrow_all_gather(
@@ -70,7 +70,7 @@ def _steps_beside(teacher: str | None, setup: Setup) -> list[StepVolume]:
     ("teacher", "kind"),
     [
         *((teacher, "FSDP") for teacher in TEACHERS),
-        ("plain FSDP2", "HSDP"),
+        ("baseline FSDP2", "HSDP"),
         ("auto, not counted", "HSDP"),
     ],
 )
